@@ -1,0 +1,43 @@
+"""The package's errors.
+
+    LumosError
+    ├── TraceError          a file cannot be read as the trace it should be
+    │   └── UnsupportedFormat   a known format that another reader takes
+    ├── RunError            the files of a folder do not make one run
+    ├── SchemaError         a table lacks a column, or has one of the wrong type
+    ├── GraphError          ops and edges that no execution could follow
+    ├── ScenarioError       a what-if that names unknown classes or impossible scales
+    └── CaptureError        a training loop could not be recorded
+"""
+
+
+class LumosError(Exception):
+    """Base of every error that the package raises on purpose."""
+
+
+class TraceError(LumosError):
+    """A file cannot be read as a trace; the message names file, byte offset and event."""
+
+
+class UnsupportedFormat(TraceError):
+    """The file is a known format that this reader does not take; the message names the one that does."""
+
+
+class RunError(LumosError):
+    """The files given do not make one run of distinct ranks."""
+
+
+class SchemaError(LumosError):
+    """A table lacks a column, has one of the wrong type, or repeats a key."""
+
+
+class GraphError(LumosError):
+    """Ops and edges that no execution could follow: a cycle, an unknown op, a negative duration."""
+
+
+class ScenarioError(LumosError):
+    """A scenario names a class that the graph lacks, or a scale that is not a finite number >= 0."""
+
+
+class CaptureError(LumosError):
+    """A training loop could not be recorded."""
