@@ -1,0 +1,80 @@
+"""Compiled kernels: numba with explicit signatures, compiled once and kept on disk.
+
+`python -m lumos_nb._jit` compiles every kernel of the package, so that processes started together later find them ready.
+
+numba keeps compiled kernels in `NUMBA_CACHE_DIR`, in `__pycache__` beside the module, or in the user's cache folder. Where
+none of these can be written, a kernel is compiled for this process only: the same code and the same results, at the price
+of compiling at each import. `cache_enabled` tells which it was. numba looks only at a kernel's own file to see whether it
+has changed, so a kernel calls only kernels of its own file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar, cast
+
+import numba
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_uncached: list[str] = []
+
+
+def jit(signature: str, *, parallel: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Compile the decorated function now, for `signature`, without Python's lock and with numpy's division by zero.
+
+    Parameters
+    ----------
+    signature
+        numba's notation, e.g. `"int64(int64[::1], float64[:, ::1])"`. Arguments of other types are a TypeError, never
+        another compilation.
+    parallel
+        Let `numba.prange` loops run on several threads.
+
+    Examples
+    --------
+    >>> @jit("int64(int64[::1])")
+    ... def total(values):
+    ...     return values.sum()
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        def compiled(*, cache: bool) -> Callable[P, R]:
+            wrapped = numba.njit(signature, cache=cache, nogil=True, parallel=parallel, error_model="numpy")(function)
+            return cast("Callable[P, R]", wrapped)
+
+        try:
+            return compiled(cache=True)
+        except (RuntimeError, OSError) as error:  # no folder to cache in, or one that fails while it is written
+            if isinstance(error, RuntimeError) and "cannot cache function" not in str(error):
+                raise
+        _uncached.append(f"{function.__module__}.{function.__qualname__}")
+        return compiled(cache=False)
+
+    return decorate
+
+
+def cache_enabled() -> bool:
+    """Whether every kernel that this process has compiled so far is kept on disk for the next one."""
+    return not _uncached
+
+
+def warm() -> list[str]:
+    """Import, and so compile, every module of the package that has kernels; their names."""
+    package = importlib.import_module("lumos_nb")
+    modules = []
+    for found in pkgutil.walk_packages(package.__path__, "lumos_nb."):
+        spec = importlib.util.find_spec(found.name)
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+        if "\nfrom lumos_nb._jit import" in source:
+            importlib.import_module(found.name)
+            modules.append(found.name)
+    return modules
+
+
+if __name__ == "__main__":
+    print("kernels ready:", ", ".join(warm()) or "none")  # noqa: T201
