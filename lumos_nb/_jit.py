@@ -1,11 +1,11 @@
 """Compiled kernels: numba with explicit signatures, compiled once and kept on disk.
 
-`python -m lumos_nb._jit` compiles every kernel of the package, so that processes started together later find them ready.
+`python -m lumos_nb._jit` compiles every kernel of the package, so that processes started together find them ready.
 
-numba keeps compiled kernels in `NUMBA_CACHE_DIR`, in `__pycache__` beside the module, or in the user's cache folder. Where
-none of these can be written, a kernel is compiled for this process only: the same code and the same results, at the price
-of compiling at each import. `cache_enabled` tells which it was. numba looks only at a kernel's own file to see whether it
-has changed, so a kernel calls only kernels of its own file.
+numba keeps compiled kernels in `NUMBA_CACHE_DIR`, in `__pycache__` beside the module, or in the user's cache folder.
+Where none of these can be written, a kernel is compiled for this process only: the same code and the same results, at
+the price of compiling at each import. `cache_enabled` tells which it was. numba looks only at a kernel's own file to
+see whether it has changed, so a kernel calls only kernels of its own file.
 """
 
 from __future__ import annotations

@@ -1,0 +1,29 @@
+"""Fixtures of the tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+TRACES = Path(__file__).parents[2] / "shared" / "traces"
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """Folder of real traces beside the checkout; a test that asks for it is skipped where the folder is absent."""
+    if not TRACES.is_dir():
+        pytest.skip("no ../shared/traces beside the checkout")
+    return TRACES
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where the traces must be there (`LUMOS_NB_REQUIRE_SHARED`, set by make), skipping a test of them is a failure."""
+    report = yield
+    if report.skipped and "traces" in getattr(item, "fixturenames", ()) and os.environ.get("LUMOS_NB_REQUIRE_SHARED"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, but LUMOS_NB_REQUIRE_SHARED is set: {report.longrepr}"
+    return report
