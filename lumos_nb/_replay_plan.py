@@ -1,0 +1,177 @@
+"""A graph as the arrays that replay runs over, with every fault of the graph named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import polars as pl
+
+from lumos_nb._replay_kernels import Bools, Int32s, Int64s, offsets, order_by, topological
+from lumos_nb.errors import GraphError
+from lumos_nb.graph import Graph
+from lumos_nb.schema import EDGES, OPS, TableSchema
+
+_OPS = TableSchema(
+    "op",
+    {c: OPS.columns[c] for c in ("op_id", "rank", "step", "lane", "device", "kind", "name")}
+    | {c: OPS.columns[c] for c in ("start_ns", "dur_ns")},
+)
+_EDGES = TableSchema("edge", {c: EDGES.columns[c] for c in ("src", "dst", "lag_ns", "from_start", "rule", "evidence")})
+_SHOWN = 8  # ops of a cycle that its error names
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A graph's ops in topological order with their in-edges (CSR), n ops and e edges.
+
+    In-edges are ordered by the row of their source, so that the first of several that bind is the canonical one.
+    """
+
+    row: Int32s  # (n,) row of graph.ops at each position
+    ptr: Int32s  # (n + 1,) in-edges of position v: ptr[v] to ptr[v + 1]
+    src: Int32s  # (e,) position
+    edge: Int32s  # (e,) row of graph.edges
+    lag_ns: Int64s  # (e,)
+    from_start: Bools  # (e,)
+    dur_ns: Int64s  # (n,)
+    group: Int32s  # (n,) row of `groups` whose end the op takes part in, -1: of none
+    groups: pl.DataFrame  # rank, step; by step, then rank
+
+    @classmethod
+    def of(cls, graph: Graph) -> Plan:
+        """The plan of `graph`.
+
+        Raises
+        ------
+        SchemaError
+            A table lacks a column or has one of the wrong type.
+        GraphError
+            An op is repeated, an edge names an unknown op, a duration or lag is missing or negative, no op has a step,
+            or the edges make a cycle. The message names the op or edge.
+        """
+        ops, edges = _OPS.check(graph.ops), _EDGES.check(graph.edges)
+        _check_ops(ops)
+        _check_lags(edges)
+        src, dst = _rows_of_ends(ops, edges)
+        n, e = len(ops), len(edges)
+        row = np.arange(n, dtype=np.int32)
+        by_source = order_by(src, np.arange(e, dtype=np.int32), n)
+        position = row
+        if not (src < dst).all():
+            row = _topological_rows(ops, src, dst, by_source)
+            position = np.empty_like(row)
+            position[row] = np.arange(n, dtype=np.int32)
+        at = position[dst]
+        edge = order_by(at, by_source, n)
+        group, groups = _step_groups(ops)
+        return cls(
+            row=row,
+            ptr=offsets(at, n),
+            src=position[src][edge],
+            edge=edge,
+            lag_ns=edges["lag_ns"].to_numpy()[edge],
+            from_start=edges["from_start"].to_numpy()[edge],
+            dur_ns=ops["dur_ns"].to_numpy()[row],
+            group=group[row],
+            groups=groups,
+        )
+
+
+def _check_ops(ops: pl.DataFrame) -> None:
+    if ops["op_id"].has_nulls():
+        raise GraphError(f"row {ops['op_id'].is_null().arg_max()} of the ops has no op_id; give each op its own.")
+    bad = ops.with_row_index().filter(pl.col("dur_ns").is_null() | (pl.col("dur_ns") < 0))
+    if not bad.is_empty():
+        r = bad.row(0, named=True)
+        was = "has no dur_ns" if r["dur_ns"] is None else f"has dur_ns {r['dur_ns']}"
+        raise GraphError(
+            f"{_describe(r)} in row {r['index']} of the ops {was} ({len(bad)} such op(s)); give each a duration >= 0."
+        )
+
+
+def _check_lags(edges: pl.DataFrame) -> None:
+    needed = [c for c in _EDGES.columns if c not in ("rule", "evidence")]
+    empty = pl.any_horizontal(pl.col(needed).is_null())
+    bad = edges.with_row_index().filter(empty | (pl.col("lag_ns") < 0))
+    if not bad.is_empty():
+        r = bad.row(0, named=True)
+        nulls = [c for c in needed if r[c] is None]
+        was = f"has no {', '.join(nulls)}" if nulls else f"has lag_ns {r['lag_ns']}"
+        raise GraphError(
+            f"edge {r['src']} -> {r['dst']} (rule {r['rule']}) in row {r['index']} of the edges {was} "
+            f"({len(bad)} such edge(s)); an op can't be made to start before what it waits for: give a lag >= 0."
+        )
+
+
+def _rows_of_ends(ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[Int32s, Int32s]:
+    """Rows of ops that the edges join: src (e,), dst (e,)."""
+    ids = ops["op_id"].to_numpy()
+    order = np.argsort(ids, kind="stable").astype(np.int32)
+    ids = ids[order]
+    if (same := np.flatnonzero(ids[1:] == ids[:-1])).size:
+        first, second = order[same[0]], order[same[0] + 1]
+        raise GraphError(f"op_id {ids[same[0]]} stands in rows {first} and {second} of the ops; make op ids unique.")
+
+    def rows(column: str) -> Int32s:
+        wanted = edges[column].to_numpy()
+        at = np.searchsorted(ids, wanted)
+        missing = (at == len(ids)) | (np.append(ids, 0)[at] != wanted)
+        if missing.any():
+            first = int(np.argmax(missing))
+            r = edges.row(first, named=True)
+            raise GraphError(
+                f"edge {r['src']} -> {r['dst']} (rule {r['rule']}) in row {first} of the edges: no op has "
+                f"op_id {r[column]} ({int(missing.sum())} such edge(s)); drop the edge or add the op."
+            )
+        return order[at]
+
+    return rows("src"), rows("dst")
+
+
+def _topological_rows(ops: pl.DataFrame, src: Int32s, dst: Int32s, by_source: Int32s) -> Int32s:
+    """Rows of ops in topological order, as close to the order of rows as that allows."""
+    order = topological(offsets(src, len(ops)), dst[by_source])
+    if len(order) < len(ops):
+        _refuse_cycle(ops, src, dst, order)
+    return order
+
+
+def _refuse_cycle(ops: pl.DataFrame, src: Int32s, dst: Int32s, done: Int32s) -> NoReturn:
+    """Raise GraphError with the ops of one cycle: among the ops that can't be ordered each has a predecessor."""
+    stuck = np.ones(len(ops), bool)
+    stuck[done] = False
+    inside = stuck[src] & stuck[dst]
+    before = np.full(len(ops), -1, np.int32)
+    before[dst[inside]] = src[inside]
+    seen: dict[int, int] = {}
+    v = int(np.argmax(stuck))
+    while v not in seen:
+        seen[v] = len(seen)
+        v = int(before[v])
+    cycle = list(seen)[seen[v] :][::-1]
+    shown = [_describe(ops.row(r, named=True)) for r in cycle[:_SHOWN]]
+    more = [f"{len(cycle) - _SHOWN} more"] if len(cycle) > _SHOWN else []
+    raise GraphError(
+        f"the edges make a cycle of {len(cycle)} op(s): {' -> '.join([*shown, *more, shown[0]])}. "
+        "Each waits for the one before it; remove an edge."
+    )
+
+
+def _describe(op: dict[str, object]) -> str:
+    return f"op {op['op_id']} ({op['kind']} {op['name']!r}, rank {op['rank']}, {op['lane']})"
+
+
+def _step_groups(ops: pl.DataFrame) -> tuple[Int32s, pl.DataFrame]:
+    """Each op's (rank, step), if it takes part in the end of one: ops on devices, or all where there is no device."""
+    on_device = pl.col("device").is_not_null()
+    counts = pl.col("step").is_not_null() & (on_device | ~on_device.any())
+    keys = ops.select("rank", "step", counts=counts)
+    groups = keys.filter("counts").select("rank", "step").unique().sort("step", "rank")
+    if groups.is_empty() and not ops.is_empty():
+        raise GraphError("no op that could end a step has one; give the ops (those on devices, if any) their step.")
+    found = keys.join(
+        groups.with_row_index("group"), on=["rank", "step"], how="left", nulls_equal=True, maintain_order="left"
+    ).select(pl.when("counts").then(pl.col("group").cast(pl.Int32)).otherwise(-1))
+    return found.to_series().to_numpy(writable=True), groups
