@@ -1,0 +1,92 @@
+"""Tables and numbers as a person sees them."""
+
+from __future__ import annotations
+
+import math
+import re
+from xml.etree import ElementTree as ET
+
+import polars as pl
+import pytest
+
+from lumos_nb.display import format_bytes, format_ns, format_share, html_table, text_table
+
+
+@pytest.mark.parametrize(
+    ("time_ns", "text"),
+    [
+        pytest.param(0, "0 ns", id="nothing"),
+        pytest.param(7, "7 ns", id="whole nanoseconds"),
+        pytest.param(1_234, "1.23 µs", id="three digits"),
+        pytest.param(56_789, "56.8 µs", id="three digits with one decimal"),
+        pytest.param(999_499, "999 µs", id="just below a millisecond"),
+        pytest.param(999_999, "1.00 ms", id="rounds up into the next unit"),
+        pytest.param(-2_500_000, "-2.50 ms", id="negative"),
+        pytest.param(4_321_000_000_000, "4320 s", id="longer than the largest unit"),
+        pytest.param(math.nan, "nan", id="not a number"),
+    ],
+)
+def test_a_time_is_read_in_its_natural_unit(time_ns, text):
+    assert format_ns(time_ns) == text
+
+
+def test_sizes_have_decimal_prefixes_and_shares_are_percentages():
+    assert [format_bytes(size) for size in (512, 4_096, 2_500_000, 3e9)] == ["512 B", "4.10 kB", "2.50 MB", "3.00 GB"]
+    assert format_share(0.1234) == "12.3 %"
+
+
+FRAME = pl.DataFrame(
+    {
+        "name": ["<script>alert('x')</script>", 'a & "b"', None],
+        "dur_ns": [1_500, 2_000_000, None],
+        "comm_bytes": [10, 2_000, 3],
+        "share": [0.5, 0.25, 0.125],
+        "ratio": [1.23456, 2.0, 1e9],
+    }
+)
+
+
+def cells(table: str, tag: str) -> list[str]:
+    return [cell.text or "" for cell in ET.fromstring(table).iter(tag)]
+
+
+def test_html_shows_what_the_frame_says_and_nothing_of_it_is_markup():
+    table = html_table(FRAME, caption="5 < 6 & more")
+    assert cells(table, "caption") == ["5 < 6 & more"]
+    assert cells(table, "th") == ["name", "dur", "comm", "share", "ratio"]
+    assert cells(table, "td")[:5] == ["<script>alert('x')</script>", "1.50 µs", "10 B", "50.0 %", "1.235"]
+    assert cells(table, "td")[10:12] == ["", ""]
+    assert not re.search("<script|<b", table.replace("<tbody", ""))
+
+
+def test_column_names_are_escaped_too():
+    assert cells(html_table(pl.DataFrame({"<i>": [1]})), "th") == ["<i>"]
+
+
+def test_rows_beyond_the_limit_are_counted():
+    frame = pl.DataFrame({"rank": range(25)})
+    assert cells(html_table(frame, max_rows=3), "td") == ["0", "1", "2", "… 22 more rows"]
+    assert text_table(frame, max_rows=3).splitlines()[-1] == "… 22 more rows"
+
+
+def test_text_is_aligned_with_numbers_to_the_right():
+    frame = pl.DataFrame({"op": ["mm", "all_reduce"], "dur_ns": [999, 12_345]})
+    assert text_table(frame, caption="ops").splitlines() == [
+        "ops",
+        "op              dur",
+        "----------  -------",
+        "mm           999 ns",
+        "all_reduce  12.3 µs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("frame", "text"),
+    [
+        pytest.param(pl.DataFrame(), "\n", id="no columns"),
+        pytest.param(pl.DataFrame({"rank": []}), "rank\n----", id="no rows"),
+    ],
+)
+def test_an_empty_frame_is_an_empty_table(frame, text):
+    assert cells(html_table(frame), "td") == []
+    assert text_table(frame) == text
