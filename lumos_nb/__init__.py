@@ -1,0 +1,42 @@
+"""Why a training step takes as long as it does, and what it would take otherwise.
+
+The public names load their module when first used, so that `import lumos_nb` takes no time. A new name goes into
+`_MODULES` and under `TYPE_CHECKING`; a test compares the two, and keeps modules from bearing the name of a function.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lumos_nb.critical_path import Result as Result
+    from lumos_nb.critical_path import replay as replay
+    from lumos_nb.graph import Graph as Graph
+
+_MODULES = {
+    "lumos_nb.graph": ("Graph",),
+    "lumos_nb.critical_path": ("Result", "replay"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [*_MODULE_OF, "__version__"]
+
+
+if not TYPE_CHECKING:  # else a misspelt name would pass every type checker
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            value: object = version("lumos-nb")
+        elif name in _MODULE_OF:
+            value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        else:
+            raise AttributeError(f"module 'lumos_nb' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
