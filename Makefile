@@ -1,0 +1,74 @@
+# Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint warm lab accuracy bench datasets tables constraints
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+WORKERS ?= 2
+
+# Empty, so that Python keeps what it compiles: otherwise each notebook kernel compiles its imports again.
+export PYTHONDONTWRITEBYTECODE :=
+
+# uv reads none of pip's settings; hand it those of the environment. A folder of wheels may hold a CPU build of torch.
+comma := ,
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(subst $() ,$(comma),$(strip $(PIP_FIND_LINKS)))
+endif
+ifdef PIP_INDEX_URL
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+ifdef PIP_CERT
+export SSL_CERT_FILE ?= $(PIP_CERT)
+endif
+
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+env: .venv/.installed ## the environment, in .venv
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("lumos_nb needs Python 3.11 or newer; try make PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --constraint constraints.txt \
+		--editable '.[notebook,torch]' --group dev
+	@touch $@
+
+demo: env ## the main job on a bundled run, printed
+	@$(BIN)/python -m benchmarks.demo
+
+test: env lint warm ## all checks: linters, types, tests, notebooks
+	$(if $(wildcard ../shared/traces),LUMOS_NB_REQUIRE_SHARED=1) $(BIN)/python -m pytest \
+		-n $(WORKERS) --dist loadscope --nbval-lax --nbval-current-env tests $(NOTEBOOKS)
+
+lint: env ## ruff, mypy, the order of imports, notebooks without outputs
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(if $(NOTEBOOKS),$(BIN)/nbstripout --verify $(NOTEBOOKS))
+
+warm: env # compile the kernels once, before test workers would each do it
+	@$(BIN)/python -m lumos_nb._jit
+
+lab: env ## JupyterLab on the notebooks
+	$(BIN)/jupyter lab notebooks
+
+accuracy: env ## predicted against measured: benchmarks/accuracy.json and the tables that quote it
+	$(BIN)/python -m benchmarks.accuracy
+	$(BIN)/python -m benchmarks.rows
+
+bench: env ## speed: benchmarks/results.json and the tables that quote it
+	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m benchmarks.rows
+
+tables: env ## the tables of README.md, from the JSON files
+	$(BIN)/python -m benchmarks.rows
+
+datasets: env ## record the bundled runs again, on this machine
+	$(BIN)/python datasets/make_datasets.py
+
+constraints: env ## pin what is installed now
+	$(BIN)/uv pip freeze --quiet --python $(BIN)/python --exclude-editable \
+		| sed -E 's/\+cpu$$//; /^(cuda-|nvidia-|pip=|triton)/d' > constraints.txt
+	@touch .venv/.installed

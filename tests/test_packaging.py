@@ -1,0 +1,136 @@
+"""What pyproject.toml, environment.yml and constraints.txt say, against each other, the code and what is installed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import lumos_nb
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+PACKAGE = sorted((ROOT / "lumos_nb").rglob("*.py"))
+CONDA_NAMES = {"torch": "pytorch", "isal": "python-isal"}  # where conda-forge has another name
+
+# The only modules that may need an extra when they are imported.
+NEED_EXTRAS = ("charts.py", "widgets.py")
+
+
+def bounds(requirements: list[str]) -> dict[str, str]:
+    """Version bounds by canonical name."""
+    parsed = [Requirement(line) for line in requirements]
+    return {canonicalize_name(r.name): str(r.specifier) for r in parsed}
+
+
+REQUIRED = bounds(PROJECT["dependencies"])
+EXTRAS = bounds([line for lines in PROJECT["optional-dependencies"].values() for line in lines])
+DEVELOPMENT = bounds(PYPROJECT["dependency-groups"]["dev"])
+DECLARED = REQUIRED | EXTRAS | DEVELOPMENT
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().split()
+    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Each distribution that a module imports, and whether it does so as soon as it is imported itself."""
+    distributions = metadata.packages_distributions()
+
+    def visit(node: ast.AST, eager: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            names = []
+        for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"lumos_nb"}:
+            yield canonicalize_name(distributions.get(top, [top])[0]), eager
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
+            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        )
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, eager and not inside)
+
+    return visit(ast.parse(path.read_text()), True)
+
+
+def test_environment_yml_states_the_bounds_of_pyproject():
+    entries = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    conda = bounds([entry for entry in entries if isinstance(entry, str)])
+    assert conda.pop("python") == PROJECT["requires-python"]
+    assert conda.pop("pip") == ""
+    assert conda == {CONDA_NAMES.get(name, name): spec for name, spec in DECLARED.items()}
+    assert entries[-1] == {"pip": ["-e ."]}
+
+
+@pytest.mark.parametrize("name", sorted(DECLARED))
+def test_installed_and_pinned_versions_are_within_bounds(name):
+    specifier = Requirement(name + DECLARED[name]).specifier
+    assert specifier.contains(metadata.version(name)), "installed"
+    assert specifier.contains(pinned()[name]), "in constraints.txt"
+
+
+def test_constraints_pin_versions_that_any_machine_can_install():
+    pins = pinned()
+    assert all(Version(version).local is None for version in pins.values())
+    assert not [name for name in pins if re.match("cuda-|nvidia-|triton|lumos", name)]
+
+
+def test_the_version_is_that_of_pyproject():
+    assert lumos_nb.__version__ == PROJECT["version"]
+
+
+def test_the_package_imports_what_it_declares_and_declares_what_it_imports():
+    used = {name for path in PACKAGE for name, _ in imports(path)}
+    assert used <= REQUIRED.keys() | EXTRAS.keys()
+    assert REQUIRED.keys() | {"torch"} <= used
+
+
+def test_tests_and_benchmarks_use_what_is_declared():
+    scripts = [path for folder in ("tests", "benchmarks", "datasets") for path in (ROOT / folder).rglob("*.py")]
+    local = {path.stem for path in scripts} | {"benchmarks", "conftest"}
+    assert {name for path in [*scripts, ROOT / "conftest.py"] for name, _ in imports(path)} <= DECLARED.keys() | local
+
+
+def test_modules_import_without_any_extra():
+    eager = {
+        (path.name, name)
+        for path in PACKAGE
+        if path.name not in NEED_EXTRAS
+        for name, at_import in imports(path)
+        if at_import and name not in REQUIRED
+    }
+    assert eager == set()
+
+
+def test_a_cpu_build_of_torch_that_is_at_hand_is_the_one_installed():
+    links = re.split(r"[\s,]+", f"{os.environ.get('PIP_FIND_LINKS', '')} {os.environ.get('UV_FIND_LINKS', '')}")
+    if not any(list(Path(link).glob("torch-*+cpu-*.whl")) for link in links if link and Path(link).is_dir()):
+        pytest.skip("no find-links folder with a CPU build of torch")
+    assert metadata.version("torch").endswith("+cpu")
+    assert not [name for name in (d.name for d in metadata.distributions()) if name.startswith(("nvidia-", "triton"))]
+
+
+def test_files_and_functions_stay_short():
+    files = [(path.name, len(path.read_text().splitlines()), 450) for path in PACKAGE]
+    functions = [
+        (f"{node.name} in {path.name}", (node.end_lineno or 0) - node.lineno + 1, 70)
+        for path in PACKAGE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert [f"{name}: {lines} lines" for name, lines, limit in files + functions if lines > limit] == []
