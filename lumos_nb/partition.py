@@ -81,10 +81,11 @@ def attribute(source: HasOps) -> pl.DataFrame:
     Returns
     -------
     DataFrame
-        `rank`, `part`, `op_id` (null where nothing runs), `time_ns`; by rank the times sum exactly to the step.
+        `rank`, `part`, `op_id` (null where nothing runs), `time_ns`; by rank the times sum exactly to the step. In the
+        order of the op table.
     """
     op_id = source.ops["op_id"]
-    pieces = _attributed(source)
+    pieces = _attributed(source).sort("rank", "row", "part")
     return pieces.select("rank", "part", op_id.gather(pieces["row"]), "time_ns")
 
 
@@ -235,7 +236,7 @@ def _attributed(source: HasOps) -> pl.DataFrame:
     pieces = pl.DataFrame({"rank": ranks, "claim": claim, "row": row, "time_ns": width})
     none = intervals.select("rank", claim=NOTHING, row=-1, time_ns=0)
     keys = ["rank", "claim", "row"]
-    sums = pl.concat([pieces, none], how="vertical_relaxed").group_by(keys).agg(pl.col("time_ns").sum()).sort(keys)
+    sums = pl.concat([pieces, none], how="vertical_relaxed").group_by(keys).agg(pl.col("time_ns").sum())
     part = pl.Series(CLAIM_PARTS, dtype=pl.String).gather(sums["claim"])
     return sums.select("rank", part.alias("part"), pl.col("row").replace(-1, None), "time_ns")
 
@@ -244,20 +245,20 @@ def _numbered(source: HasOps) -> pl.DataFrame:
     """The op table's rows that are on a rank's own lanes, with their position as `row`."""
     ops = OPS.check(source.ops).with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     ops = ops.filter(pl.col("kind") != "join")
-    broken = (pl.col("dur_ns") < 0) | pl.any_horizontal(pl.col("rank", "step", "start_ns", "dur_ns").is_null())
+    broken = (pl.col("dur_ns") < 0) | pl.any_horizontal(pl.col("rank", "start_ns", "dur_ns").is_null())
     for bad in ops.filter(broken.fill_null(True)).head(1).iter_rows(named=True):
         raise GraphError(
-            f"Op {bad['op_id']} ({bad['name']}) has rank {bad['rank']}, step {bad['step']}, start_ns {bad['start_ns']} "
-            f"and dur_ns {bad['dur_ns']}: a breakdown needs all four, and a duration >= 0. Replay the graph first."
+            f"Op {bad['op_id']} ({bad['name']}) has rank {bad['rank']}, start_ns {bad['start_ns']} and dur_ns "
+            f"{bad['dur_ns']}: a breakdown needs all three, and a duration >= 0. Replay the graph first."
         )
     return ops
 
 
 def _intervals(ops: pl.DataFrame) -> pl.DataFrame:
     """`step_intervals` of numbered ops."""
-    if ops.is_empty():
-        raise GraphError("The op table has no rows, so that there is no step to break down. Was the right step chosen?")
     last_step = ops.select(pl.max("step")).item()
+    if last_step is None:
+        raise GraphError("The op table has no op of any step, so that there is none to break down.")
     has_device = pl.col("device").is_not_null()
     counted = ops.with_columns(
         on_device=(has_device & (pl.col("step") == last_step)).any().over("rank"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos_nb.errors import GraphError, LumosError, SchemaError
@@ -227,7 +227,7 @@ def test_activity_counts_each_device_and_idle_bins():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        pytest.param([], "no rows", id="an empty table"),
+        pytest.param([], "no op of any step", id="an empty table"),
         pytest.param([op("kernel", 0, -1)], r"Op 1000 \(kernel\) .* dur_ns -1", id="a negative duration"),
         pytest.param([op("kernel", None, 1)], "start_ns None", id="an op without a time"),
         pytest.param(
@@ -323,6 +323,7 @@ def holder(t: int, pieces: list, compute: str) -> tuple[str, int | None]:
     return ("other", None)
 
 
+@settings(deadline=None, max_examples=60)
 @given(tables())
 def test_attribution_is_that_of_a_loop_over_nanoseconds(drawn):
     source, running = drawn
@@ -330,6 +331,7 @@ def test_attribution_is_that_of_a_loop_over_nanoseconds(drawn):
     assert {(r, p, o): t for r, p, o, t in found.iter_rows() if t} == dict(plain_attribution(source, running))
 
 
+@settings(deadline=None, max_examples=60)
 @given(tables())
 def test_breakdowns_sum_to_the_step_of_each_rank(drawn):
     source, _ = drawn
@@ -340,6 +342,7 @@ def test_breakdowns_sum_to_the_step_of_each_rank(drawn):
         assert sums["share"].to_list() == pytest.approx([1.0] * 3)
 
 
+@settings(deadline=None, max_examples=60)
 @given(tables(), tables())
 def test_every_level_of_a_comparison_adds_up(one, other):
     rows = compare(one[0], other[0])
@@ -353,6 +356,7 @@ def test_every_level_of_a_comparison_adds_up(one, other):
         assert mean_diff_ns == pytest.approx((totals[1] - totals[0]) / 3)
 
 
+@settings(deadline=None, max_examples=60)
 @given(tables(), st.integers(1, 50))
 def test_activity_is_that_of_a_loop_over_nanoseconds(drawn, bin_ns):
     source, running = drawn
