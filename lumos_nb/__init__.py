@@ -13,10 +13,17 @@ if TYPE_CHECKING:
     from lumos_nb.critical_path import Result as Result
     from lumos_nb.critical_path import replay as replay
     from lumos_nb.graph import Graph as Graph
+    from lumos_nb.partition import activity as activity
+    from lumos_nb.partition import breakdown as breakdown
+    from lumos_nb.partition import compare as compare
+    from lumos_nb.traces.run import Run as Run
+    from lumos_nb.traces.run import load_run as load_run
 
 _MODULES = {
+    "lumos_nb.traces.run": ("Run", "load_run"),
     "lumos_nb.graph": ("Graph",),
     "lumos_nb.critical_path": ("Result", "replay"),
+    "lumos_nb.partition": ("activity", "breakdown", "compare"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
