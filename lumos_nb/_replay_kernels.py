@@ -16,9 +16,12 @@ from lumos_nb._jit import jit
 Bools = npt.NDArray[np.bool_]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
 
-NEVER = np.iinfo(np.int64).max
-"""The latest end of an op that nothing waits for."""
+NEVER = 2**62
+"""A time beyond all others, with room to subtract durations; what is past `NEVER // 2` has no limit."""
 
 
 @jit("int32[::1](int32[::1], int32[::1], int64)")
@@ -70,46 +73,49 @@ def topological(out_ptr: Int32s, out_dst: Int32s) -> Int32s:
     return order[:done].copy()
 
 
-@jit("int64[::1](int32[::1], int32[::1], int64[::1], bool_[::1], int64[::1])")
-def ends(ptr: Int32s, src: Int32s, lag: Int64s, from_start: Bools, dur: Int64s) -> Int64s:
+@jit("int64[::1](int32[::1], int64[::1], bool_[::1], int64[::1])")
+def lags_after_end(src: Int32s, lag: Int64s, from_start: Bools, dur: Int64s) -> Int64s:
+    """Lag of every in-edge counted from the end of its source: negative where it counts from the start of a long op."""
+    after = np.empty_like(lag)
+    for e in range(lag.size):
+        after[e] = lag[e] - dur[src[e]] * from_start[e]  # a product: a branch here would be mispredicted half the time
+    return after
+
+
+@jit("int64[::1](int32[::1], int32[::1], int64[::1], int64[::1])")
+def ends(ptr: Int32s, src: Int32s, after: Int64s, dur: Int64s) -> Int64s:
     """Earliest end of every op: the longest path to it, in one pass."""
     end = np.empty_like(dur)
     for v in range(dur.size):
         start = np.int64(0)
         for e in range(ptr[v], ptr[v + 1]):
-            u = src[e]
-            ready = end[u] + lag[e]
-            if from_start[e]:
-                ready -= dur[u]
-            start = max(start, ready)
+            start = max(start, end[src[e]] + after[e])
         end[v] = start + dur[v]
     return end
 
 
 @jit("int64[::1](int32[::1], int32[::1], int64[::1], bool_[::1], int64[::1], int64[::1])")
-def latest_ends(ptr: Int32s, src: Int32s, lag: Int64s, from_start: Bools, dur: Int64s, due: Int64s) -> Int64s:
-    """Latest end of every op that keeps each op's end within `due` (NEVER where an op has no due time of its own)."""
-    latest = due.copy()
-    latest_start = np.full_like(due, NEVER)  # what those ops ask of it that count from its start
+def latest_ends(ptr: Int32s, src: Int32s, after: Int64s, from_start: Bools, dur: Int64s, due: Int64s) -> Int64s:
+    """Latest end to which every op could grow while each op still ends within `due`.
+
+    About `NEVER` where nothing limits it. An edge that counts from an op's start limits when the op runs (as a latest
+    end at its present duration) but not its growth.
+    """
+    latest = np.empty((due.size, 2), np.int64)  # at its present duration, and when it grows
+    for v in range(due.size):
+        latest[v, 0] = latest[v, 1] = due[v]
     for v in range(dur.size - 1, -1, -1):
-        start = latest_start[v]
-        if latest[v] != NEVER:
-            start = min(start, latest[v] - dur[v])
-        if start == NEVER:
-            continue
+        start = latest[v, 0] - dur[v]
         for e in range(ptr[v], ptr[v + 1]):
             u = src[e]
-            if from_start[e]:
-                latest_start[u] = min(latest_start[u], start - lag[e])
-            else:
-                latest[u] = min(latest[u], start - lag[e])
-    return latest
+            in_time = start - after[e]
+            latest[u, 0] = min(latest[u, 0], in_time)
+            latest[u, 1] = min(latest[u, 1], NEVER if from_start[e] else in_time)
+    return latest[:, 1].copy()
 
 
-@jit("int32[:, ::1](int32[::1], int32[::1], int64[::1], bool_[::1], int64[::1], int64[::1], int64)")
-def path_to(
-    ptr: Int32s, src: Int32s, lag: Int64s, from_start: Bools, dur: Int64s, end: Int64s, last: int
-) -> npt.NDArray[np.int32]:
+@jit("int32[:, ::1](int32[::1], int32[::1], int64[::1], int64[::1], int64[::1], int64)")
+def path_to(ptr: Int32s, src: Int32s, after: Int64s, dur: Int64s, end: Int64s, last: int) -> Int32s:
     """Ops on the path to `last` and the in-edge by which each was reached (-1: none), in time order: (length, 2).
 
     Of several in-edges that bind an op equally it takes the first.
@@ -124,12 +130,8 @@ def path_to(
             found = grown
         before, by = np.int64(-1), np.int64(-1)
         for e in range(ptr[v], ptr[v + 1]):
-            u = src[e]
-            ready = end[u] + lag[e]
-            if from_start[e]:
-                ready -= dur[u]
-            if ready == end[v] - dur[v]:
-                before, by = np.int64(u), np.int64(e)
+            if end[src[e]] + after[e] == end[v] - dur[v]:
+                before, by = np.int64(src[e]), np.int64(e)
                 break
         found[length, 0], found[length, 1] = v, by
         length += 1
@@ -148,3 +150,184 @@ def last_ops(end: Int64s, group: Int32s, row: Int32s, n_groups: int) -> Int32s:
             if u < 0 or end[v] > end[u] or (end[v] == end[u] and row[v] < row[u]):
                 last[g] = v
     return last
+
+
+# Sweeps: K scenarios at once, K a multiple of 64. Which in-edge bound an op in which scenario is one bit of a word.
+
+PLAIN, LAGGED, FROM_START = 0, 1, 2
+"""Kinds of edge in a sweep: without lag, with a lag after the end of its source, or after its start."""
+
+
+@jit("int32[::1](int32[::1], int32[::1])")
+def recycled_rows(ptr: Int32s, src: Int32s) -> Int32s:
+    """Row of the buffer of ends that each op uses: an op's row is taken over once its last reader has run.
+
+    An op takes over the row of its first in-edge's source where it can, so that a chain stays in one row.
+    """
+    n = ptr.size - 1
+    reader = np.arange(n).astype(np.int32)
+    for v in range(n):
+        for e in range(ptr[v], ptr[v + 1]):
+            reader[src[e]] = v
+    rows = np.empty(n, np.int32)
+    free = np.empty(n, np.int32)
+    n_free, n_rows = 0, 0
+    for v in range(n):
+        a, b = ptr[v], ptr[v + 1]
+        if b > a and reader[src[a]] == v and (b == a + 1 or src[a + 1] != src[a]):
+            rows[v] = rows[src[a]]
+            reader[src[a]] = -1
+        elif n_free > 0:
+            n_free -= 1
+            rows[v] = free[n_free]
+        else:
+            rows[v] = n_rows
+            n_rows += 1
+        for e in range(a, b):
+            u = src[e]
+            if reader[u] == v:
+                reader[u] = -1
+                free[n_free] = rows[u]
+                n_free += 1
+        if reader[v] == v:
+            free[n_free] = rows[v]
+            n_free += 1
+    return rows
+
+
+@jit(
+    "void(int32[::1], int32[::1], uint8[::1], int64[::1], int32[::1], int64[::1], int32[::1], int32[::1], int32[::1], "
+    "float64[:, ::1], float64[:, ::1], float64[:, ::1], int32[:, ::1], uint64[:, ::1])"
+)
+def scaled_ends(
+    ptr: Int32s,
+    src: Int32s,
+    kind: Bytes,
+    lag: Int64s,
+    lag_class: Int32s,
+    dur: Int64s,
+    dur_class: Int32s,
+    row: Int32s,
+    group: Int32s,
+    scale: Floats,
+    end: Floats,
+    latest: Floats,
+    last: Int32s,
+    won: Words,
+) -> None:
+    """Ends of all ops in K scenarios: `dur` and `lag` times the `scale` (classes, K) of their class.
+
+    `end` (rows, K) is scratch. Results: of each group the `latest` end and the `last` op to reach it, both (groups, K),
+    and for every in-edge but an op's first, in order, the scenarios in which it bound more than those before it: `won`
+    (such edges, K / 64). Rows are indexed, not sliced: a slice in this loop costs more than its arithmetic.
+    """
+    n_scenarios = scale.shape[1]
+    x = 0
+    for v in range(dur.size):
+        a, b, r = ptr[v], ptr[v + 1], row[v]
+        if a == b:
+            for k in range(n_scenarios):
+                end[r, k] = 0.0
+        for e in range(a, b):
+            u = src[e]
+            p, c, cu = row[u], lag_class[e], dur_class[u]
+            g = float(lag[e])
+            d = float(dur[u]) if kind[e] == FROM_START else 0.0
+            if e == a and kind[e] == PLAIN:
+                if p != r:
+                    for k in range(n_scenarios):
+                        end[r, k] = end[p, k]
+            elif e == a:
+                for k in range(n_scenarios):
+                    end[r, k] = end[p, k] + g * scale[c, k] - d * scale[cu, k]
+            elif kind[e] == PLAIN:
+                for w in range(won.shape[1]):
+                    bits = np.uint64(0)
+                    for j in range(64):
+                        k = 64 * w + j
+                        bits |= np.uint64(end[p, k] > end[r, k]) << np.uint64(j)
+                        end[r, k] = max(end[r, k], end[p, k])
+                    won[x, w] = bits
+                x += 1
+            else:
+                for w in range(won.shape[1]):
+                    bits = np.uint64(0)
+                    for j in range(64):
+                        k = 64 * w + j
+                        ready = end[p, k] + g * scale[c, k] - d * scale[cu, k]
+                        bits |= np.uint64(ready > end[r, k]) << np.uint64(j)
+                        end[r, k] = max(end[r, k], ready)
+                    won[x, w] = bits
+                x += 1
+        own, c = float(dur[v]), dur_class[v]
+        for k in range(n_scenarios):
+            end[r, k] += own * scale[c, k]
+        if group[v] >= 0:
+            for k in range(n_scenarios):
+                if last[group[v], k] < 0 or end[r, k] > latest[group[v], k]:
+                    latest[group[v], k] = end[r, k]
+                    last[group[v], k] = v
+
+
+@jit("void(int64[:, ::1], int32, int64, int64, uint64, uint64)")
+def _add(time: Int64s, to_class: int, time_ns: int, word: int, plus: int, minus: int) -> None:
+    """Add `time_ns` to a class in the scenarios of the bits `plus`, and take it away in those of `minus`."""
+    for j in range(64):
+        sign = np.int64((plus >> np.uint64(j)) & np.uint64(1)) - np.int64((minus >> np.uint64(j)) & np.uint64(1))
+        time[to_class, 64 * word + j] += time_ns * sign
+
+
+@jit(
+    "void(int32[::1], int32[::1], uint8[::1], int64[::1], int32[::1], int64[::1], int32[::1], int32[::1], int32[::1], "
+    "uint64[:, ::1], int32[::1], int32[::1], uint64[:, ::1], uint64[:, ::1], int64[:, ::1])"
+)
+def path_times(
+    ptr: Int32s,
+    src: Int32s,
+    kind: Bytes,
+    lag: Int64s,
+    lag_class: Int32s,
+    dur: Int64s,
+    dur_class: Int32s,
+    row: Int32s,
+    group: Int32s,
+    won: Words,
+    last: Int32s,
+    before: Int32s,
+    plus: Words,
+    minus: Words,
+    time: Int64s,
+) -> None:
+    """Unscaled time by class (classes, K) on the path to op `last[k]`, less that on the path to `before[k]` (-1: none).
+
+    All K paths are walked in one pass back over the ops. `plus` and `minus` (rows, K / 64) hold the scenarios whose two
+    paths go through an op, in the rows that its ends had; where the two meet they are equal from there on and cancel.
+    """
+    x = len(won)
+    for v in range(dur.size - 1, -1, -1):
+        a, b, r = ptr[v], ptr[v + 1], row[v]
+        x -= max(b - a - 1, 0)
+        for w in range(won.shape[1]):
+            p, m = plus[r, w], minus[r, w]
+            plus[r, w] = minus[r, w] = 0
+            if group[v] >= 0:
+                for j in range(64):
+                    p |= np.uint64(last[64 * w + j] == v) << np.uint64(j)
+                    m |= np.uint64(before[64 * w + j] == v) << np.uint64(j)
+            p, m = p & ~m, m & ~p
+            if p | m == 0:
+                continue
+            _add(time, dur_class[v], dur[v], w, p, m)
+            for e in range(b - 1, a - 1, -1):
+                here = won[x + e - a - 1, w] if e > a else ~np.uint64(0)
+                pe, me = p & here, m & here
+                p, m = p & ~here, m & ~here
+                if pe | me == 0:
+                    continue
+                u = src[e]
+                if kind[e] != PLAIN:
+                    _add(time, lag_class[e], lag[e], w, pe, me)
+                if kind[e] == FROM_START:
+                    _add(time, dur_class[u], -dur[u], w, pe, me)
+                plus[row[u], w] |= pe
+                minus[row[u], w] |= me

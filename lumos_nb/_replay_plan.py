@@ -8,8 +8,21 @@ from typing import NoReturn
 import numpy as np
 import polars as pl
 
-from lumos_nb._replay_kernels import Bools, Int32s, Int64s, offsets, order_by, topological
-from lumos_nb.errors import GraphError
+from lumos_nb._replay_kernels import (
+    FROM_START,
+    LAGGED,
+    PLAIN,
+    Bools,
+    Bytes,
+    Int32s,
+    Int64s,
+    lags_after_end,
+    offsets,
+    order_by,
+    recycled_rows,
+    topological,
+)
+from lumos_nb.errors import GraphError, ScenarioError
 from lumos_nb.graph import Graph
 from lumos_nb.schema import EDGES, OPS, TableSchema
 
@@ -33,7 +46,7 @@ class Plan:
     ptr: Int32s  # (n + 1,) in-edges of position v: ptr[v] to ptr[v + 1]
     src: Int32s  # (e,) position
     edge: Int32s  # (e,) row of graph.edges
-    lag_ns: Int64s  # (e,)
+    after_ns: Int64s  # (e,) lag from the end of src, at its duration
     from_start: Bools  # (e,)
     dur_ns: Int64s  # (n,)
     group: Int32s  # (n,) row of `groups` whose end the op takes part in, -1: of none
@@ -65,15 +78,17 @@ class Plan:
             position[row] = np.arange(n, dtype=np.int32)
         at = position[dst]
         edge = order_by(at, by_source, n)
+        src, dur_ns = position[src][edge], ops["dur_ns"].to_numpy()[row]
+        from_start = edges["from_start"].to_numpy()[edge]
         group, groups = _step_groups(ops)
         return cls(
             row=row,
             ptr=offsets(at, n),
-            src=position[src][edge],
+            src=src,
             edge=edge,
-            lag_ns=edges["lag_ns"].to_numpy()[edge],
-            from_start=edges["from_start"].to_numpy()[edge],
-            dur_ns=ops["dur_ns"].to_numpy()[row],
+            after_ns=lags_after_end(src, edges["lag_ns"].to_numpy()[edge], from_start, dur_ns),
+            from_start=from_start,
+            dur_ns=dur_ns,
             group=group[row],
             groups=groups,
         )
@@ -175,3 +190,91 @@ def _step_groups(ops: pl.DataFrame) -> tuple[Int32s, pl.DataFrame]:
         groups.with_row_index("group"), on=["rank", "step"], how="left", nulls_equal=True, maintain_order="left"
     ).select(pl.when("counts").then(pl.col("group").cast(pl.Int32)).otherwise(-1))
     return found.to_series().to_numpy(writable=True), groups
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPlan:
+    """What a worker needs to run blocks of scenarios: a `Plan` with classes, and rows of the buffer of ends.
+
+    Class `len(classes)` is that of what is never scaled. Groups are of ops whose end may be the one asked for: 0 what
+    nothing waits for, 1 the step before the last, 2 and on the last step by rank.
+    """
+
+    ptr: Int32s  # (n + 1,)
+    src: Int32s  # (e,)
+    kind: Bytes  # (e,) PLAIN, LAGGED or FROM_START
+    lag_ns: Int64s  # (e,)
+    lag_class: Int32s  # (e,)
+    dur_ns: Int64s  # (n,)
+    dur_class: Int32s  # (n,)
+    row: Int32s  # (n,)
+    group: Int32s  # (n,) -1: no end asked for
+    classes: tuple[str, ...]
+    ranks: tuple[int | None, ...]  # of groups 2 and on
+
+    @classmethod
+    def of(cls, graph: Graph, plan: Plan, by: str | pl.Expr) -> SweepPlan:
+        """The plan of `graph`'s sweep, ops classed by a column or an expression, lags by their rule."""
+        of_ops, dur_class = _codes(_op_classes(graph.ops, by))
+        lags = graph.edges.select(pl.when(pl.col("lag_ns") > 0).then("lag:" + pl.col("rule"))).to_series()
+        of_lags, lag_class = _codes(lags)
+        classes = (*of_ops, *of_lags)
+        if both := set(of_ops) & set(of_lags):
+            raise ScenarioError(
+                f"class {min(both)!r} is both of ops and of edges; give the class of the ops another name."
+            )
+        lag_ns = graph.edges["lag_ns"].to_numpy()[plan.edge]
+        unscaled = len(classes)
+        group, ranks = _asked_for(plan)
+        return cls(
+            ptr=plan.ptr,
+            src=plan.src,
+            kind=np.where(plan.from_start, FROM_START, np.where(lag_ns > 0, LAGGED, PLAIN)).astype(np.uint8),
+            lag_ns=lag_ns,
+            lag_class=np.where(lag_class < 0, unscaled, lag_class + len(of_ops)).astype(np.int32)[plan.edge],
+            dur_ns=plan.dur_ns,
+            dur_class=np.where(dur_class < 0, unscaled, dur_class).astype(np.int32)[plan.row],
+            row=recycled_rows(plan.ptr, plan.src),
+            group=group,
+            classes=classes,
+            ranks=ranks,
+        )
+
+
+def _op_classes(ops: pl.DataFrame, by: str | pl.Expr) -> pl.Series:
+    """The class of every op as text; null: never scaled."""
+    try:
+        classes = ops.select(by).to_series()
+    except pl.exceptions.PolarsError as error:
+        raise ScenarioError(
+            f"by={str(by)!r} gives no class of the ops ({error}); the op table has {', '.join(ops.columns)}."
+        ) from error
+    if len(classes) != len(ops):
+        raise ScenarioError(
+            f"by={str(by)!r} gives {len(classes)} class(es) for {len(ops)} ops; it must give one an op."
+        )
+    return classes.cast(pl.String)
+
+
+def _codes(values: pl.Series) -> tuple[list[str], Int64s]:
+    """Distinct values in order, and of each value its place among them (-1: null)."""
+    names = values.drop_nulls().unique().sort()
+    return names.to_list(), values.cast(pl.Enum(names)).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()
+
+
+def _asked_for(plan: Plan) -> tuple[Int32s, tuple[int | None, ...]]:
+    """Group of the ops whose end can be the one asked for, and the ranks of the last step."""
+    steps = plan.groups["step"].unique().sort()[-2:]
+    of_group = np.zeros(len(plan.groups) + 1, np.int32)  # the last one for ops that take part in no end of a step
+    is_last = (plan.groups["step"] == steps[-1]).to_numpy() if len(steps) else np.zeros(0, bool)
+    of_group[:-1][is_last] = 2 + np.arange(is_last.sum())
+    if len(steps) > 1:
+        of_group[:-1][(plan.groups["step"] == steps[0]).to_numpy()] = 1
+    group = of_group[plan.group]
+    after_end = ~plan.from_start
+    src, dst = plan.src[after_end], np.repeat(np.arange(len(group)), np.diff(plan.ptr))[after_end]
+    outlived = group[src] == group[dst]  # an op of the same group can't end before it
+    outlived |= group[src] == 0  # the makespan is a later op's end
+    asked_for = np.ones(len(group), bool)
+    asked_for[src[outlived]] = False
+    return np.where(asked_for, group, -1).astype(np.int32), tuple(plan.groups["rank"].to_numpy()[is_last].tolist())

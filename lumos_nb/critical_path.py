@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import polars as pl
 
-from lumos_nb._replay_kernels import NEVER, Int32s, Int64s, ends, last_ops, latest_ends, path_to
-from lumos_nb._replay_plan import Plan
+from lumos_nb._replay_kernels import (
+    NEVER,
+    Floats,
+    Int32s,
+    Int64s,
+    ends,
+    last_ops,
+    latest_ends,
+    path_times,
+    path_to,
+    scaled_ends,
+)
+from lumos_nb._replay_plan import Plan, SweepPlan
+from lumos_nb.display import format_ns, html_table, text_table
+from lumos_nb.errors import ScenarioError
 from lumos_nb.graph import Graph
 
 
@@ -21,9 +37,9 @@ class Result:
     graph
         What was replayed.
     ops
-        `graph.ops` with `start_ns` and `dur_ns` as replayed, and `measured_start_ns` (the graph's own start), `slack_ns`
-        (how much longer the op could run before the last step ends later; null if it could run for ever) and
-        `critical` (on `path`).
+        `graph.ops` with `start_ns` and `dur_ns` as replayed, and `measured_start_ns` (the graph's own start),
+        `slack_ns` (how much longer the op could run before the last step ends later; null if it could run for ever)
+        and `critical` (on `path`).
     origin_ns
         The earliest measured start: the 0 of the replay's clock, so that replayed and measured times compare.
     step_ns
@@ -56,10 +72,13 @@ class Result:
     composition_from_origin: pl.DataFrame
 
     def __repr__(self) -> str:
-        return (
-            f"Result(step {self.step_ns / 1e6:.3f} ms, makespan {self.makespan_ns / 1e6:.3f} ms, {len(self.ops)} ops, "
-            f"{len(self.path)} on the critical path)"
-        )
+        return text_table(self.composition, caption=self._caption())
+
+    def _repr_html_(self) -> str:
+        return html_table(self.composition, caption=self._caption())
+
+    def _caption(self) -> str:
+        return f"Step of {format_ns(self.step_ns)}: its critical path, {len(self.path):,} of {len(self.ops):,} ops"
 
 
 def replay(graph: Graph) -> Result:
@@ -87,7 +106,7 @@ def replay(graph: Graph) -> Result:
     >>> result.step_ns, result.path.tail(3), result.composition
     """
     plan = Plan.of(graph)
-    end = ends(plan.ptr, plan.src, plan.lag_ns, plan.from_start, plan.dur_ns)
+    end = ends(plan.ptr, plan.src, plan.after_ns, plan.dur_ns)
     origin_ns = graph.ops["start_ns"].min() or 0
     assert isinstance(origin_ns, int)
     lasts = last_ops(end, plan.group, plan.row, len(plan.groups))
@@ -125,10 +144,10 @@ def _replayed_ops(
     due = np.full_like(end, NEVER)
     if len(plan.groups):
         due[plan.group >= int(np.argmax(plan.groups["step"] == plan.groups["step"][-1]))] = step_end
-    latest = latest_ends(plan.ptr, plan.src, plan.lag_ns, plan.from_start, plan.dur_ns, due)
+    latest = latest_ends(plan.ptr, plan.src, plan.after_ns, plan.from_start, plan.dur_ns, due)
     start, slack = np.empty_like(end), np.empty_like(end)
     start[plan.row] = origin_ns + end - plan.dur_ns
-    slack[plan.row] = np.where(latest == NEVER, -1, latest - end)
+    slack[plan.row] = np.where(latest > NEVER // 2, -1, latest - end)
     return graph.ops.with_columns(
         start_ns=start,
         measured_start_ns=pl.col("start_ns"),
@@ -138,10 +157,10 @@ def _replayed_ops(
 
 
 def _path(graph: Graph, plan: Plan, end: Int64s, last: int, origin_ns: int) -> pl.DataFrame:
-    at, by = path_to(plan.ptr, plan.src, plan.lag_ns, plan.from_start, plan.dur_ns, end, last).T
+    at, by = path_to(plan.ptr, plan.src, plan.after_ns, plan.dur_ns, end, last).T
     edges = graph.edges[plan.edge[by[1:]]].select("rule", "evidence", "lag_ns")
     left_at_start = np.append(plan.from_start[by[1:]], [False])[: len(at)]
-    ops = graph.ops[plan.row[at]].select("op_id", "rank", "lane", "kind", "name", "start_ns", "dur_ns")
+    ops: pl.DataFrame = graph.ops[plan.row[at]].select("op_id", "rank", "lane", "kind", "name", "start_ns", "dur_ns")
     return ops.with_columns(
         start_ns=origin_ns + end[at] - plan.dur_ns[at], path_ns=np.where(left_at_start, 0, plan.dur_ns[at])
     ).with_columns(pl.concat([edges.clear(min(len(at), 1)), edges]))
@@ -167,3 +186,174 @@ def _composition(path: pl.DataFrame, from_ns: int, to_ns: int) -> pl.DataFrame:
         .with_columns(share=pl.col("time_ns") / max(to_ns - from_ns, 1))
         .sort("time_ns", "kind", "rank", descending=[True, False, False])
     )
+
+
+class PandasFrame(Protocol):
+    """What a sweep asks of a table of scenarios that is not polars'."""
+
+    def to_dict(self, orient: Literal["list"]) -> Mapping[Hashable, list[Any]]:
+        """Return the columns by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What a sweep finds out about k scenarios."""
+
+    step_ns: Floats  # (k,)
+    makespan_ns: Floats  # (k,)
+    rank_end_ns: Floats  # (ranks, k)
+    slope_ns: Int64s  # (classes, k) d step_ns / d scale
+
+
+def sweep(
+    graph: Graph,
+    scenarios: pl.DataFrame | PandasFrame | Sequence[Mapping[str, Any]],
+    *,
+    by: str | pl.Expr = "kind",
+    executor: Executor | None = None,
+    block: int = 64,
+    rank_ends: bool = False,
+) -> pl.DataFrame:
+    """Replay `graph` in many scenarios, each a scale factor a class of ops or lags.
+
+    Equal to `replay` of a graph with the scaled durations, at about 1e9 ops x scenarios a second and core, and without
+    a table of ops x scenarios: one pass over the ops runs a block of scenarios, its durations are base times scale, and
+    ends live in rows that are taken over when no op needs them any more. Which edge bound an op is kept as one bit a
+    scenario, so that one pass back gives all slopes: a step time is convex and piecewise linear in the scales, and its
+    slope is the time on its critical path.
+
+    Parameters
+    ----------
+    graph
+        Ops and edges.
+    scenarios
+        One row a scenario, one column a class with its scale (finite, >= 0; 1 where absent or null), and optionally
+        `scenario`, a label. polars, pandas, or a list of mappings.
+    by
+        What classes the ops: a column of the op table, or an expression over it. Ops whose class is null are never
+        scaled. The lags of the edges of a rule are of class `lag:<rule>`.
+    executor
+        Maps blocks over its workers: threads share the graph (the passes run without Python's lock), processes and
+        `dask.distributed.Client(...).get_executor()` are sent it with every block.
+    block
+        Scenarios in one pass, rounded up to a multiple of 64. Wider ones take less time a scenario and more memory.
+    rank_ends
+        Also give `rank<r>_end_ns`, when each rank ends the last step, in ns after the replay's origin.
+
+    Returns
+    -------
+    DataFrame
+        One row a scenario: `scenario` (its label, else its row), `step_ns`, `makespan_ns`, `change` (of `step_ns`, as a
+        fraction of the unscaled step), and for each class `d_<class>`, the slope of `step_ns` in ns per unit of scale:
+        time of the class on the path to the step's end less that on the path to the end of the step before. The
+        slopes times the scales sum to `step_ns`. Where paths tie it is the slope of one of them.
+
+    Raises
+    ------
+    ScenarioError
+        A class that the graph lacks, or a scale that is not a finite number >= 0.
+    SchemaError, GraphError
+        As `replay`.
+
+    Examples
+    --------
+    >>> sweep(graph, [{"scenario": "kernels", "kernel": 0.5}, {"scenario": "launches", "lag:launch": 0, "launch": 0.5}])
+    """
+    if block < 1:
+        raise ScenarioError(f"block={block}: a block has at least one scenario.")
+    plan = Plan.of(graph)
+    swept = SweepPlan.of(graph, plan, by)
+    labels, scale = _scales(scenarios, swept.classes)
+    scales = np.split(scale, range(block, scale.shape[1], block), axis=1)
+    run = map if executor is None else executor.map
+    blocks = list(run(sweep_block, [swept] * len(scales), scales))
+    base_ns = sweep_block(swept, np.ones((len(swept.classes), 1))).step_ns[0]
+    step_ns = np.concatenate([b.step_ns for b in blocks])
+    slopes = np.concatenate([b.slope_ns for b in blocks], axis=1)
+    ends_by_rank = np.concatenate([b.rank_end_ns for b in blocks], axis=1) if rank_ends else ()
+    return pl.DataFrame(
+        {
+            "scenario": labels,
+            "step_ns": step_ns,
+            "makespan_ns": np.concatenate([b.makespan_ns for b in blocks]),
+            "change": (step_ns - base_ns) / base_ns
+            if base_ns
+            else pl.repeat(None, len(labels), dtype=pl.Float64, eager=True),
+            **{f"d_{c}": time for c, time in zip(swept.classes, slopes, strict=True)},
+            **{f"rank{r}_end_ns": end for r, end in zip(swept.ranks, ends_by_rank, strict=rank_ends)},
+        }
+    )
+
+
+def sweep_block(plan: SweepPlan, scale: Floats) -> _Block:
+    """One pass forward and one back for scenarios of `scale` (classes, k)."""
+    k = scale.shape[1]
+    words = -(-k // 64)
+    padded = np.ones((len(plan.classes) + 1, 64 * words))
+    padded[:-1, :k] = scale
+    n_rows = int(plan.row.max(initial=-1)) + 1
+    latest = np.zeros((2 + len(plan.ranks), 64 * words))
+    last = np.full(latest.shape, -1, np.int32)
+    later_edges = int(np.maximum(np.diff(plan.ptr) - 1, 0).sum())
+    won = np.empty((later_edges, words), np.uint64)
+    graph = (
+        plan.ptr,
+        plan.src,
+        plan.kind,
+        plan.lag_ns,
+        plan.lag_class,
+        plan.dur_ns,
+        plan.dur_class,
+        plan.row,
+        plan.group,
+    )
+    scaled_ends(*graph, padded, np.empty((n_rows, 64 * words)), latest, last, won)
+    ends_last = np.argmax(latest[2:], axis=0) + 2 if plan.ranks else np.zeros(64 * words, int)
+    every = np.arange(64 * words)
+    slope_ns = np.zeros(padded.shape, np.int64)
+    through = np.zeros((2, n_rows, words), np.uint64)
+    path_times(*graph, won, last[ends_last, every], last[1], through[0], through[1], slope_ns)
+    return _Block(
+        step_ns=(latest[ends_last, every] - latest[1])[:k],
+        makespan_ns=latest.max(axis=0)[:k],
+        rank_end_ns=latest[2:, :k],
+        slope_ns=slope_ns[:-1, :k],
+    )
+
+
+def _scales(
+    scenarios: pl.DataFrame | PandasFrame | Sequence[Mapping[str, Any]], classes: Sequence[str]
+) -> tuple[pl.Series, Floats]:
+    """Labels (k,) and scales (classes, k) of scenarios."""
+    if isinstance(scenarios, pl.DataFrame):
+        frame = scenarios
+    elif isinstance(scenarios, Sequence):
+        frame = pl.DataFrame([dict(s) for s in scenarios], infer_schema_length=None, strict=False)
+    else:
+        frame = pl.DataFrame({str(c): v for c, v in scenarios.to_dict("list").items()}, strict=False)
+    rows = pl.Series("scenario", range(len(frame)), pl.Int64)
+    labels = frame["scenario"] if "scenario" in frame.columns else rows
+    scale = np.ones((len(classes), len(frame)))
+    for column in frame.drop("scenario", strict=False):
+        if column.name not in classes:
+            raise ScenarioError(
+                f"no op or lag is of class {column.name!r}; the graph has {', '.join(classes) or 'none'}."
+            )
+        scale[classes.index(column.name)] = _checked_scales(column, labels)
+    return labels, scale
+
+
+def _checked_scales(column: pl.Series, labels: pl.Series) -> Floats:
+    is_number = column.dtype.is_numeric()
+    numbers = (
+        column.cast(pl.Float64, strict=False) if is_number or column.dtype == pl.String else column.is_null() * 1.0
+    )
+    wrong = column.is_not_null() & ~(numbers.is_finite() & (numbers >= 0)).fill_null(False)
+    if not is_number and not wrong.any():
+        wrong = column.is_not_null()
+    if (row := wrong.arg_max()) is not None and wrong[row]:
+        raise ScenarioError(
+            f"scenario {labels[row]!r} in row {row}: the scale of {column.name!r} is {column[row]!r}; "
+            "give a finite number >= 0, or null for 1."
+        )
+    return numbers.fill_null(1.0).to_numpy()
