@@ -1,10 +1,18 @@
-"""Ops -> edges: one function a dependency rule."""
+"""Ops -> edges: the graph of one step, one function a dependency rule."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import polars as pl
+
+from lumos_nb import lanes, measure, rules
+from lumos_nb.clocks import align_clocks
+from lumos_nb.errors import GraphError
+from lumos_nb.ops import build_ops
+from lumos_nb.schema import DEVICE_KINDS, EDGES, OPS
+from lumos_nb.traces.run import Run
+from lumos_nb.waits import find_waits, identify, sync_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +36,166 @@ class Graph:
     edges: pl.DataFrame
     step: int
     report: pl.DataFrame = field(default_factory=pl.DataFrame)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A run's ops on one clock, before any step is cut out: what graphs of several steps have in common.
+
+    Attributes
+    ----------
+    ops
+        Raw ops (`ops.build_ops`) of all ranks and steps, with `match` and `nth`.
+    records
+        The trace's own synchronisation records (`waits.sync_records`).
+    world_size
+        Ranks of the job, of which the recording may hold fewer.
+    report
+        As in `Graph.report`.
+    """
+
+    ops: pl.DataFrame
+    records: pl.DataFrame
+    world_size: int
+    report: pl.DataFrame
+
+    @classmethod
+    def of(cls, run: Run) -> Recording:
+        """Put a run's events on one clock and cut them into ops."""
+        ops, report = align_clocks(build_ops(run.events))
+        stated = run.ranks["world_size"].max()
+        held = run.ranks.height
+        world_size = max(held, int(stated)) if isinstance(stated, int) else held
+        return cls(identify(ops), sync_records(run.events), world_size, report)
+
+    def step_times(self) -> pl.DataFrame:
+        """Measured steps whose beginning is known: `step`, `start_ns`, `end_ns`, `step_ns`, `edge`.
+
+        A step is the interval between the latest ends, over ranks, of the device ops that it and the steps before it
+        launched; where there is no device, of their last host ops. `edge` marks the first and last profiled steps, which
+        the profiler's own start and end disturb.
+        """
+        work = self.ops.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+        if (device := work.filter(pl.col("device").is_not_null())).height:
+            work = device
+        first = self.ops["step"].min()
+        ends = work.group_by(pl.col("step").fill_null(pl.lit(first, pl.Int32) - 1)).agg(pl.col("end_ns").max()).sort("step")
+        profiled = work.filter(pl.col("step").is_not_null() & (pl.col("step") > -1))["step"]
+        times = ends.with_columns(end_ns=pl.col("end_ns").cum_max()).with_columns(start_ns=pl.col("end_ns").shift(1))
+        return times.filter(pl.col("start_ns").is_not_null()).select(
+            "step", "start_ns", "end_ns", step_ns=pl.col("end_ns") - pl.col("start_ns"),
+            edge=(pl.col("step") == profiled.min()) | (pl.col("step") == profiled.max()),
+        )  # fmt: skip
+
+    def default_step(self) -> int:
+        """The step of median length, not counting the first and last profiled ones if there are others."""
+        times = self.step_times()
+        if times.is_empty():
+            raise GraphError("the recording has no step whose beginning is known: it needs the end of the step before.")
+        inner = times.filter(~pl.col("edge"))
+        chosen = inner if inner.height else times
+        return int(chosen.sort("step_ns")["step"][chosen.height // 2])
+
+
+def build_graph(run: Run | Recording, step: int | None = None) -> Graph:
+    """Ops and edges of one step over all ranks, as it was measured.
+
+    Parameters
+    ----------
+    run
+        A run, or its `Recording` if graphs of several steps are wanted.
+    step
+        The step's number as the profiler gave it; None takes the one of median length, not the first or the last.
+
+    Returns
+    -------
+    Graph
+        With boundary ops for what was going on when the step began (carry "measured"): replay gives the step as it was.
+        For what-ifs that change what earlier steps leave behind use `repeat`.
+
+    Raises
+    ------
+    GraphError
+        The step is not in the run, or its rules contradict each other.
+
+    Examples
+    --------
+    >>> graph = build_graph(load_run("runs/gpt"), step=3)  # doctest: +SKIP
+    """
+    recording = run if isinstance(run, Recording) else Recording.of(run)
+    step = recording.default_step() if step is None else step
+    here = recording.ops.filter(pl.col("step") == step)
+    known = recording.step_times()
+    if step not in known["step"]:
+        raise GraphError(f"step {step} is not in the recording or has no known beginning; choose one of {known['step'].to_list()}.")
+    waits = find_waits(recording.ops, recording.records, step)
+    sizes = rules.queue_size(recording.ops, cuda=_is_cuda(recording.ops))
+    queue = rules.launch_queue(recording.ops, sizes, step)
+    rows, edges, notes = _rows_and_edges(recording, here, waits, queue, step)
+    rows = measure.settle(measure.in_issue_order(rows, edges), edges)
+    rows, edges = measure.add_lags(rows, edges)
+    rows = measure.in_issue_order(rows, edges)
+    return _finished(rows, edges, step, pl.concat([recording.report, *notes, _evidence(edges)]))
+
+
+def _is_cuda(ops: pl.DataFrame) -> bool:
+    return bool(ops["call_name"].str.starts_with("cuda").any())
+
+
+def _rows_and_edges(
+    recording: Recording, here: pl.DataFrame, waits: pl.DataFrame, queue: pl.DataFrame, step: int
+) -> tuple[pl.DataFrame, pl.DataFrame, list[pl.DataFrame]]:
+    on_stream = pl.col("kind").is_in(DEVICE_KINDS)
+    calls = here.filter(~on_stream)
+    hosts = lanes.host_rows(calls, waits, queue.filter("full")["op_id"])
+    hosts, engine_edges = rules.engine(hosts)
+    streams = lanes.stream_rows(here.filter(on_stream), waits, calls)
+    joins = lanes.join_rows(streams)
+    begun = recording.ops.filter(on_stream & (pl.col("step").fill_null(step - 1) < step))
+    last_ends = begun.group_by("rank").agg((pl.col("start_ns") + pl.col("dur_ns")).max().alias("end_ns"))["end_ns"]
+    origin_ns = min(v for v in (hosts["from_ns"].min(), last_ends.min()) if v is not None)
+    backlog = lanes.backlog_rows(recording.ops, step, origin_ns)
+    leads = lanes.lead_rows(hosts, step, origin_ns)
+    rows = pl.concat([hosts, streams, joins, backlog, leads], how="diagonal_relaxed")
+    edges = pl.concat(
+        [
+            engine_edges,
+            rules.lane_order(hosts, "thread"),
+            rules.lane_order(streams, "stream"),
+            rules.launches(hosts, streams),
+            rules.event_waits(waits, rows),
+            rules.host_waits(waits, streams, backlog),
+            rules.collectives(streams, joins),
+            rules.queue_edges(queue, rows),
+            rules.first_on_lane(leads, hosts),
+            rules.first_on_lane(backlog, streams),
+        ]
+    )
+    blocked = rows.filter("blocks" if rows["blocks"].dtype == pl.Boolean else pl.lit(value=False)).select(dst="id")
+    sound = (pl.col("rule") != "sync") | pl.col("dst").is_in(blocked["dst"].implode())
+    ids = rows["id"].implode()
+    edges = edges.filter(sound & pl.col("src").is_in(ids) & pl.col("dst").is_in(ids)).unique(["src", "dst"], keep="first", maintain_order=True)
+    return rows, edges, []
+
+
+def _evidence(edges: pl.DataFrame) -> pl.DataFrame:
+    return (
+        edges.group_by("rule", "evidence").len().sort("rule", "evidence")
+        .select(what=pl.format("edges of rule {}", "rule"), rank=pl.lit(None, pl.Int32), count=pl.col("len").cast(pl.Int64),
+                time_ns=pl.lit(None, pl.Int64), detail=pl.format("evidence: {}", "evidence"))
+    )  # fmt: skip
+
+
+KEPT = ("site", "nth", "call_name", "match")
+"""Raw columns that a finished graph keeps: they name an op in any step and rank."""
+
+
+def _finished(rows: pl.DataFrame, edges: pl.DataFrame, step: int, report: pl.DataFrame) -> Graph:
+    numbered = rows.with_columns(op_id=pl.int_range(pl.len(), dtype=pl.Int64))
+    number = numbered.select("id", "op_id")
+    edges = edges.join(number, left_on="src", right_on="id", maintain_order="left").join(
+        number, left_on="dst", right_on="id", suffix="_dst", maintain_order="left"
+    )
+    edges = edges.with_columns(src="op_id", dst="op_id_dst")
+    ops = numbered.with_columns(phase=pl.col("phase").fill_null("other")).select(*(pl.col(c).cast(t) for c, t in OPS.columns.items()), *KEPT)
+    return Graph(OPS.check(ops), EDGES.check(edges).select(list(EDGES.columns)), step, report)

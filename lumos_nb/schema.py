@@ -16,6 +16,7 @@ OP_KINDS = (
     "cpu",  # a stretch of a thread inside one outermost operator
     "gap",  # a stretch of a thread outside all operators: Python, the framework, the operating system
     "launch",  # a runtime call that issues device work
+    "alloc",  # an allocation call: its own cost, which no what-if scales
     "wait",  # what remains of a blocking call or a thread's idling once the thing waited for has ended
     "event",  # a zero-length point on a stream: record, wait, arrival at a collective
     "join",  # the zero-length point at which every rank of a collective has arrived

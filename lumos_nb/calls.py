@@ -1,0 +1,69 @@
+"""What a runtime call, a kernel name or an annotation means, as data.
+
+One row a pattern; CUDA, HIP and gloo names map to the same words, so no rule elsewhere looks at a vendor's spelling.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+CALL_PATTERNS: tuple[tuple[str, str], ...] = (
+    # (what the call does, regular expression on its name); the first that matches decides
+    ("launch", r"^(cuda|hip|cu)(Ext|ExtModule|Module)?(Graph)?Launch"),
+    ("launch", r"^(cuda|hip)(Memcpy|Memset)\w*$|^cu(Memcpy|Memset)\w+$"),
+    ("record", r"^(cuda|hip|cu)EventRecord"),
+    ("wait_event", r"^(cuda|hip|cu)StreamWaitEvent$"),
+    ("sync_stream", r"^(cuda|hip|cu)StreamSynchronize"),
+    ("sync_event", r"^(cuda|hip|cu)EventSynchronize$"),
+    ("sync_device", r"^(cuda|hip)DeviceSynchronize$|^cuCtxSynchronize$"),
+    ("free", r"^(cuda|hip)(Free|FreeHost|HostFree|HostUnregister)$|^cuMemFree|^cuModuleUnload$"),
+    ("elapsed", r"^(cuda|hip)EventElapsedTime"),
+    ("alloc", r"^(cuda|hip)(Malloc|HostAlloc|MallocHost|HostRegister|HostMalloc)$|^cuMemAlloc"),
+    ("alloc", r"^cu(Module|Library)Load|^hipModuleLoad"),
+)
+"""`free` waits for the whole device and then costs its own time; `alloc` only costs its own time. `elapsed` is kept because
+a wait for the events that it reads, which many profilers do not record, lies in the gap before it."""
+
+DEVICE_CATEGORIES = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+CALL_CATEGORIES = ("cuda_runtime", "cuda_driver")
+
+COMM_KERNELS = r"(?i)^(nccl|rccl|oneccl|hccl)"
+COMM_TYPES: tuple[tuple[str, str], ...] = (
+    # (collective, regular expression on a kernel name, an annotation or an operator); the first that matches decides
+    ("all_to_all", r"(?i)all_?to_?all"),
+    ("all_reduce", r"(?i)all_?reduce"),
+    ("all_gather", r"(?i)all_?gather"),
+    ("reduce_scatter", r"(?i)reduce_?scatter"),
+    ("broadcast", r"(?i)broadcast"),
+    ("barrier", r"(?i)barrier"),
+    ("gather", r"(?i)(^|[:_])gather"),
+    ("scatter", r"(?i)(^|[:_])scatter"),
+    ("reduce", r"(?i)reduce"),
+    ("send_recv", r"(?i)send_?recv|coalesced"),
+    ("send", r"(?i)(^|[:_])i?send"),
+    ("recv", r"(?i)(^|[:_])i?recv"),
+)
+
+BLOCKING_COPIES = r"DtoH.*Pageable"
+"""A copy to pageable host memory returns only when it is done; the other way the call may return long before."""
+
+ENGINE_OPERATOR = "autograd::engine::evaluate_function"
+STEP_MARK = r"^ProfilerStep#?\s*(\d+)"
+
+
+HOST_COMM = r"^gloo:"
+"""Annotations that mark the execution of a collective on a CPU thread."""
+
+COMM_LABEL = r"^(comm|wait)::(\w+) group=(\S*) seq=(\d+) bytes=(\d+) dtype=(\w+)(?: peer=(\d+))?"
+"""What the recorder writes round the issue (`comm::`) and the wait (`wait::`) of a CPU collective: see labels.py."""
+
+COLLECTIVE_WAITS = r"(?i)wait\(\)|awaitable|wait_tensor|_wait\b|sparse_data_dist|record_param_comms|c10d|finalize|Optimizer|copy_bucket|fsdp|FullyShard"
+"""Operators and annotations in which a stream waits for a collective that was issued earlier (c10d's Work.wait and its users)."""
+
+
+def classify(name: pl.Expr, patterns: tuple[tuple[str, str], ...]) -> pl.Expr:
+    """The word of the first pattern that `name` matches, else null."""
+    out = pl.lit(None, pl.String)
+    for word, pattern in reversed(patterns):
+        out = pl.when(name.str.contains(pattern)).then(pl.lit(word)).otherwise(out)
+    return out

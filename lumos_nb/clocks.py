@@ -1,0 +1,136 @@
+"""One clock for a run: host against device in each rank, collectives matched across ranks, rank against rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+LAUNCH_FLOOR_NS = 1_000
+"""No kernel starts earlier than this after its launch call starts; the shortest seen on idle streams is 2 to 4 us."""
+
+MAX_EDGE_LOSS = 4
+"""How many collectives more a rank may have lost at the end of its window than the rank that it is matched with."""
+
+SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
+"""Collectives that end together on all ranks, to within their last message; the others may end apart."""
+
+
+def align_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Shift device clocks and rank clocks, and number the collectives that belong together.
+
+    Parameters
+    ----------
+    ops : table
+        Raw ops of all ranks (`build_ops`).
+
+    Returns
+    -------
+    ops, report
+        `ops` with `start_ns` on the clock of the lowest rank and a column `match` (the same number for one collective on
+        all its ranks; null elsewhere); `report` as in `Graph.report`.
+    """
+    ops, shifts = shift_device_clocks(ops)
+    ops = match_collectives(ops)
+    ops, offsets = align_ranks(ops)
+    return ops, pl.concat([shifts, offsets])
+
+
+def shift_device_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Shift each rank's device ops so that none starts before its launch call.
+
+    Method: the host sees a launch start before the device can run it, so the smallest difference of the two clocks is an
+    upper bound of their offset; blocking calls, which return after their target, bound it from the other side.
+    """
+    linked = ops.filter(pl.col("device").is_not_null() & pl.col("launch_ns").is_not_null())
+    lead = pl.col("start_ns") - pl.col("launch_ns")
+    least = linked.group_by("rank").agg(least=lead.min(), early=(lead < 0).sum())
+    shift = pl.when(pl.col("least") < LAUNCH_FLOOR_NS).then(LAUNCH_FLOOR_NS - pl.col("least")).otherwise(0)
+    shifts = least.with_columns(shift=shift).sort("rank")
+    ops = ops.join(shifts.select("rank", "shift"), on="rank", how="left", maintain_order="left").with_columns(
+        start_ns=pl.col("start_ns") + pl.when(pl.col("device").is_not_null()).then(pl.col("shift")).otherwise(0).fill_null(0)
+    )
+    report = shifts.filter(pl.col("shift") > 0).select(
+        what=pl.lit("device clock shifted"), rank="rank", count=pl.col("early").cast(pl.Int64), time_ns="shift",
+        detail=pl.format("{} device ops started before their launch call, the earliest by {} ns", "early", -pl.col("least")),
+    )  # fmt: skip
+    return ops.drop("shift"), report
+
+
+def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
+    """Add `match`: the number of the collective that each comm op takes part in, equal on all its ranks.
+
+    By group and sequence number where the trace has them; else by group and type, counted from the end of each rank's
+    window, since ranks lose different numbers at its start. A rank that lost some at its end is shifted until the ends of
+    its collectives keep the steadiest distance from those of the rank that has most.
+    """
+    comm = ops.filter(pl.col("kind") == "comm").select("op_id", "rank", "collective", "group", "comm_seq", "start_ns", "dur_ns")
+    comm = comm.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"), number=pl.lit(None, pl.Int64))
+    numbered = []
+    for part in comm.partition_by("group", "collective", maintain_order=True):
+        if part["comm_seq"].null_count() == 0:
+            numbered.append(part.with_columns(number="comm_seq"))
+        else:
+            numbered.append(_number_from_end(part))
+    if not numbered:
+        return ops.with_columns(match=pl.lit(None, pl.Int64))
+    table = pl.concat(numbered)
+    key = pl.struct(pl.col("group").fill_null(""), "collective", "number")
+    table = table.with_columns(match=key.rank("dense").cast(pl.Int64))
+    return ops.join(table.select("op_id", "match"), on="op_id", how="left", maintain_order="left")
+
+
+def _number_from_end(part: pl.DataFrame) -> pl.DataFrame:
+    by_rank = {int(p["rank"][0]): p.sort("end_ns") for p in part.partition_by("rank", maintain_order=True)}
+    reference = max(by_rank.values(), key=lambda p: (p.height, -int(p["rank"][0])))
+    anchor = reference["end_ns"].to_numpy()[::-1]
+    out = []
+    for table in by_rank.values():
+        ends = table["end_ns"].to_numpy()[::-1]
+        shift = 0 if table is reference else _tail_shift(ends, anchor)
+        out.append(table.with_columns(number=-(pl.int_range(pl.len(), 0, -1, dtype=pl.Int64) - 1) - shift))
+    return pl.concat(out)
+
+
+def _tail_shift(ends: NDArray[np.int64], anchor: NDArray[np.int64]) -> int:
+    """How many more collectives than `anchor`'s rank this one lost at its end; both arrays are latest first."""
+    best, best_spread = 0, np.inf
+    for shift in sorted(range(-MAX_EDGE_LOSS, MAX_EDGE_LOSS + 1), key=abs):
+        ours, theirs = (ends, anchor[shift:]) if shift >= 0 else (ends[-shift:], anchor)
+        n = min(ours.size, theirs.size)
+        if n < max(1, min(ends.size, anchor.size) - MAX_EDGE_LOSS):
+            continue
+        apart = (ours[:n] - theirs[:n]).astype(float)
+        spread = float(np.median(np.abs(apart - np.median(apart)))) if n > 2 else float(np.abs(apart).max())
+        if spread < best_spread * 0.5:  # a shift must be clearly better than none
+            best, best_spread = shift, spread
+    return best
+
+
+def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Shift each rank's clock by one constant so that collectives end together.
+
+    Method: the median over collectives of this rank's end minus the lowest rank's, on symmetric collectives if there are any.
+    """
+    ends = ops.filter(pl.col("match").is_not_null()).select(
+        "match", "rank", "collective", end_ns=pl.col("start_ns") + pl.col("dur_ns")
+    )
+    if (symmetric := ends.filter(pl.col("collective").is_in(SYMMETRIC))).height:
+        ends = symmetric
+    first = pl.lit(ends["rank"].min(), pl.Int32)
+    base = ends.filter(pl.col("rank") == first).select("match", base_ns="end_ns")
+    apart = ends.filter(pl.col("rank") != first).join(base, on="match").with_columns(apart=pl.col("end_ns") - pl.col("base_ns"))
+    offsets = apart.group_by("rank").agg(
+        offset=pl.col("apart").median().round().cast(pl.Int64),
+        residual=(pl.col("apart") - pl.col("apart").median()).abs().median().cast(pl.Int64),
+        count=pl.len().cast(pl.Int64),
+    ).sort("rank")  # fmt: skip
+    shifted = ops.join(offsets.select("rank", "offset"), on="rank", how="left", maintain_order="left").with_columns(
+        start_ns=pl.col("start_ns") - pl.col("offset").fill_null(0),
+        launch_ns=pl.col("launch_ns") - pl.col("offset").fill_null(0),
+    )
+    report = offsets.select(
+        what=pl.lit("rank clock shifted"), rank="rank", count="count", time_ns=-pl.col("offset"),
+        detail=pl.format("to make {} collectives end with rank {}'s; they are {} ns apart after it (median)", "count", first, "residual"),
+    )  # fmt: skip
+    return shifted.drop("offset"), report

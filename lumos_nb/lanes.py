@@ -1,0 +1,142 @@
+"""The rows of one step's graph: what lies on each thread and stream, with event points, arrivals and backlog."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from lumos_nb.schema import DEVICE_KINDS
+
+OWN, BLOCKED, WAIT_POINT, RECORD_POINT, ARRIVAL, DELAY, BACKLOG, ENGINE_RETURN = range(8)
+"""Roles of the rows that one raw op becomes: row id = 8 x raw op id + role. Joins have ids below 0, leads far below."""
+
+LEAD_ID = -(1 << 40)
+
+BLOCKING_CALLS = ("sync_stream", "sync_event", "sync_device", "free", "wait_comm")
+
+NO_PARTNER = "waiting for ranks without a trace"
+
+
+def row_id(raw: str, role: int) -> pl.Expr:
+    """Id of the row that raw op `raw` becomes in `role`."""
+    return pl.col(raw) * 8 + role
+
+
+def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series) -> pl.DataFrame:
+    """Rows of the threads in time order; `from_ns`, `to_ns` are the raw extent, `blocks` that the row waits inside it.
+
+    A blocking call is one row, all of whose time is waiting until `measure` finds what remains; a copy that blocks is two,
+    its issue and its wait. A launch in `full_queue` (raw op ids) waited for room in the launch queue.
+    """
+    typical = ops.filter(pl.col("kind") == "launch").group_by("rank", "call_name").agg(typical_ns=pl.col("dur_ns").median().cast(pl.Int64))
+    ops = ops.join(typical, on=["rank", "call_name"], how="left")
+    awaited = waits.filter(pl.col("lane").is_null())["op_id"].unique()
+    host_wait = pl.col("op_id").is_in(awaited.implode())
+    unresolved = pl.col("call").is_in(BLOCKING_CALLS) & ~host_wait
+    issue = (pl.col("call") == "launch").fill_null(value=False)
+    queued = pl.col("op_id").is_in(full_queue.implode()) & (pl.col("dur_ns") > pl.col("typical_ns"))
+    short = pl.min_horizontal("dur_ns", "typical_ns")
+    rows = ops.with_columns(from_ns="start_ns", to_ns=pl.col("start_ns") + pl.col("dur_ns"))
+    plain = rows.filter(~host_wait | issue).with_columns(
+        id=row_id("op_id", OWN),
+        kind=pl.when(unresolved).then(pl.lit("unexplained")).otherwise("kind"),
+        dur_ns=pl.when(queued | (host_wait & issue)).then(short).otherwise("dur_ns"),
+        start_ns=pl.when(queued).then(pl.col("to_ns") - short).otherwise("start_ns"),
+        to_ns=pl.when(host_wait & issue).then(pl.col("from_ns") + short).otherwise("to_ns"),
+        blocks=pl.lit(value=False),
+    )
+    blocked = rows.filter(host_wait).with_columns(
+        id=row_id("op_id", BLOCKED),
+        kind=pl.when(pl.col("call") == "free").then(pl.lit("alloc")).otherwise(pl.lit("wait")),
+        from_ns=pl.when(issue).then(pl.col("from_ns") + short).otherwise("from_ns"),
+        blocks=pl.lit(value=True),
+    )
+    return pl.concat([plain, blocked]).drop("typical_ns").sort("rank", "lane", "from_ns", "to_ns", "id", maintain_order=True)
+
+
+def stream_rows(ops: pl.DataFrame, waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """Rows of the streams in issue order: device work, arrivals at collectives, and the points of events.
+
+    Events lie where they were issued, between the work issued before and after them, also on a stream without work: a
+    record on an empty stream still carries what that stream waited for.
+    """
+    work = ops.sort("rank", "lane", "start_ns", "op_id").with_columns(
+        id=row_id("op_id", OWN),
+        issue_ns=pl.coalesce("launch_ns", "start_ns").cum_max().over("rank", "lane"),
+        place=pl.int_range(pl.len()).over("rank", "lane").cast(pl.Float64),
+        from_ns="start_ns", to_ns=pl.col("start_ns") + pl.col("dur_ns"), blocks=pl.col("kind") == "comm",
+    )  # fmt: skip
+    arrivals = work.filter(pl.col("kind") == "comm").with_columns(
+        id=row_id("op_id", ARRIVAL), kind=pl.lit("event"), name=pl.lit("arrival"), dur_ns=pl.lit(0, pl.Int64), to_ns="from_ns",
+        blocks=pl.lit(value=False), place=pl.col("place") - 0.1,
+    )  # fmt: skip
+    points = _event_points(waits, calls)
+    before = work.select("rank", "lane", "issue_ns", before="place").sort("issue_ns")
+    points = points.sort("issue_ns").join_asof(before, on="issue_ns", by=["rank", "lane"], check_sortedness=False)
+    points = points.with_columns(place=pl.col("before").fill_null(-1.0) + 0.5).drop("before")
+    return pl.concat([work, arrivals, points], how="diagonal_relaxed").sort("rank", "lane", "place", "issue_ns", "id", maintain_order=True)
+
+
+def _event_points(waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """Zero-length rows on stream lanes: a wait where a stream waits, a record where it waits for all of another stream."""
+    about = calls.select("op_id", "step", "parent", "phase", "thread", "call_name", "site", "nth", call_ns="start_ns")
+    device = pl.col("lane").str.extract(r"^gpu(\d+):").cast(pl.Int32)
+    stream_waits = waits.filter(pl.col("lane").is_not_null()).join(about, on="op_id")
+    waiting = stream_waits.unique("op_id", maintain_order=True).with_columns(
+        id=row_id("op_id", WAIT_POINT), name=pl.lit("wait"), issue_ns="call_ns"
+    )
+    recording = stream_waits.filter(pl.col("record_lane").is_not_null()).with_columns(
+        id=row_id("op_id", RECORD_POINT), name=pl.lit("record"), lane="record_lane", issue_ns="record_ns"
+    )
+    points = pl.concat([recording.unique("op_id", maintain_order=True), waiting])
+    return points.select(
+        "id", "op_id", "rank", "step", "lane", "name", "parent", "phase", "thread", "call_name", "site", "nth", "issue_ns",
+        device=device, kind=pl.lit("event"), dur_ns=pl.lit(0, pl.Int64), blocks=pl.lit(value=True),
+        start_ns="issue_ns", from_ns="issue_ns", to_ns="issue_ns",
+    )  # fmt: skip
+
+
+def join_rows(streams: pl.DataFrame) -> pl.DataFrame:
+    """One zero-length row a matched collective: the point at which all its ranks have arrived."""
+    comm = streams.filter((pl.col("kind") == "comm") & pl.col("match").is_not_null() & ~is_send())
+    shared = comm.group_by("match", maintain_order=True).agg(
+        pl.col("rank").min(), pl.col("step").first(), pl.col("collective").first(), pl.col("group").first(), pl.col("from_ns").max(),
+        pl.col("phase").first(), members=pl.len(),
+    )  # fmt: skip
+    return shared.filter(pl.col("members") > 1).select(
+        "rank", "step", "collective", "group", "phase", "match", id=-1 - pl.col("match"), lane=pl.lit("net"), kind=pl.lit("join"),
+        name=pl.format("{} of {} ranks", "collective", "members"), start_ns="from_ns", from_ns="from_ns", to_ns="from_ns",
+        dur_ns=pl.lit(0, pl.Int64), blocks=pl.lit(value=True),
+    )  # fmt: skip
+
+
+EAGER_BYTES = 0
+"""A send of at most this size completes on its own; larger ones wait for their receiver. gloo, NCCL: none does."""
+
+
+def is_send() -> pl.Expr:
+    """A send that completes without its receiver."""
+    small = pl.col("comm_bytes").fill_null(EAGER_BYTES + 1) <= EAGER_BYTES
+    return (pl.col("collective") == "send") & small
+
+
+def backlog_rows(ops: pl.DataFrame, step: int, origin_ns: int) -> pl.DataFrame:
+    """Device work of earlier steps that was still going on after `origin_ns`, and the last of each rank in any case."""
+    earlier = ops.filter(pl.col("kind").is_in(DEVICE_KINDS) & (pl.col("step").fill_null(step - 1) < step))
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    last = end_ns == end_ns.max().over("rank")
+    kept = earlier.filter((end_ns > origin_ns) | last)
+    return kept.with_columns(
+        id=row_id("op_id", BACKLOG), kind=pl.lit("boundary"), step=pl.lit(step - 1, pl.Int32), to_ns=end_ns, from_ns=pl.lit(origin_ns, pl.Int64),
+        start_ns=pl.lit(origin_ns, pl.Int64), dur_ns=(end_ns - origin_ns).clip(0), blocks=pl.lit(value=False),
+        issue_ns=pl.coalesce("launch_ns", "start_ns"),
+    ).sort("rank", "lane", "to_ns")  # fmt: skip
+
+
+def lead_rows(hosts: pl.DataFrame, step: int, origin_ns: int) -> pl.DataFrame:
+    """One row a thread: from the graph's origin until its first op of the step begins."""
+    first = hosts.group_by("rank", "lane", maintain_order=True).agg(pl.col("from_ns").min())
+    return first.select(
+        "rank", "lane", id=LEAD_ID - pl.int_range(pl.len(), dtype=pl.Int64), kind=pl.lit("boundary"), name=pl.lit("host lead"),
+        step=pl.lit(step - 1, pl.Int32), start_ns=pl.lit(origin_ns, pl.Int64), from_ns=pl.lit(origin_ns, pl.Int64), to_ns="from_ns",
+        dur_ns=pl.col("from_ns") - origin_ns, blocks=pl.lit(value=False), phase=pl.lit("other"),
+    )  # fmt: skip

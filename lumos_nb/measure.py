@@ -1,0 +1,119 @@
+"""From what was measured to work, lags and delays: what remains of each row once its edges are taken into account."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from lumos_nb._jit import jit
+from lumos_nb._replay_kernels import offsets, order_by, topological
+from lumos_nb.errors import GraphError
+from lumos_nb.lanes import DELAY
+from lumos_nb.schema import DEVICE_KINDS
+
+MIN_DELAY_NS = 3_000
+"""A row that starts less than this after all that it waits for needs no explanation: the rest is in its edge's lag."""
+
+USUAL = 0.9
+"""Quantile of launch latencies and of gaps in a busy stream that still counts as usual; what is beyond is a delay."""
+
+LATENCY_RULES = ("launch", "stream", "queue")
+"""Rules whose edges carry a latency of the hardware: it belongs to the edge, not to a delay."""
+
+
+@jit("void(int32[::1], int32[::1], int64[::1], int64[::1], bool_[::1])")
+def _settle(ptr: NDArray[np.int32], src: NDArray[np.int32], start: NDArray[np.int64], end: NDArray[np.int64], blocks: NDArray[np.bool_]) -> None:
+    """Move the start of every row that waits to the end of what it waited for; a row of no length moves as a whole."""
+    for v in range(start.size):
+        if not blocks[v]:
+            continue
+        bound = start[v]
+        for e in range(ptr[v], ptr[v + 1]):
+            bound = max(bound, end[src[e]])
+        if start[v] == end[v]:
+            end[v] = bound
+        start[v] = min(bound, end[v])
+
+
+def in_issue_order(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
+    """Rows in a topological order of the edges, as close to the order of their raw starts as that allows."""
+    rows = rows.sort(pl.coalesce("issue_ns", "from_ns"), "from_ns", "id", maintain_order=True).with_row_index("row")
+    src, dst = _positions(rows, edges)
+    n = rows.height
+    order = topological(offsets(src, n), dst[order_by(src, np.arange(src.size, dtype=np.int32), n)])
+    if order.size < n:
+        stuck = rows.filter(~pl.col("row").is_in(pl.Series(order).implode()))
+        first = stuck.row(0, named=True)
+        raise GraphError(
+            f"the rules of step {first['step']} make a cycle of {stuck.height} ops, one of them {first['name']!r} "
+            f"on rank {first['rank']}, lane {first['lane']}, at {first['from_ns']} ns: the trace's times contradict its order."
+        )
+    return rows[order].drop("row")
+
+
+def _positions(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    place = rows.select("id", at=pl.int_range(pl.len(), dtype=pl.Int32))
+    ends = edges.select("src", "dst").join(place, left_on="src", right_on="id", how="left", maintain_order="left")
+    ends = ends.join(place, left_on="dst", right_on="id", how="left", suffix="_dst", maintain_order="left")
+    return ends["at"].to_numpy(writable=True), ends["at_dst"].to_numpy(writable=True)
+
+
+def settle(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
+    """Start and duration of each row's own work; rows in topological order.
+
+    A row that `blocks` has its raw end and starts when the last thing it waits for has ended. `start_ns`, `dur_ns` of the
+    others stay.
+    """
+    src, dst = _positions(rows, edges)
+    n = rows.height
+    by_dst = order_by(dst, np.arange(dst.size, dtype=np.int32), n)
+    start = rows.select(pl.when("blocks").then("from_ns").otherwise("start_ns")).to_series().to_numpy(writable=True)
+    end = rows.select(pl.when("blocks").then("to_ns").otherwise(pl.col("start_ns") + pl.col("dur_ns"))).to_series().to_numpy(writable=True)
+    _settle(offsets(dst, n), src[by_dst], start, end, rows["blocks"].to_numpy(writable=True))
+    return rows.with_columns(start_ns=pl.Series(start), dur_ns=pl.Series(end - start))
+
+
+def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Edges with `lag_ns` and `from_start`, and rows with an explicit delay before each row that starts later than they explain.
+
+    An edge of `LATENCY_RULES` carries the latency that was measured, up to what is usual for its rule and rank; on edges
+    that did not bind, at most the usual. Delays are rows of kind `unexplained` on the lane of the row that they hold up.
+    """
+    about = rows.select("id", "start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+    timed = edges.join(about.rename({"id": "src", "start_ns": "src_start_ns", "end_ns": "src_end_ns"}), on="src", maintain_order="left")
+    timed = timed.join(rows.select(dst="id", dst_start_ns="start_ns", rank="rank", dst_kind="kind"), on="dst", maintain_order="left")
+    early = (pl.col("rule") == "launch") & (pl.col("dst_start_ns") < pl.col("src_end_ns"))
+    timed = timed.with_columns(
+        from_start=early,
+        apart_ns=pl.col("dst_start_ns") - pl.when(early).then("src_start_ns").otherwise("src_end_ns"),
+        latent=pl.col("rule").is_in(LATENCY_RULES) & pl.col("dst_kind").is_in([*DEVICE_KINDS, "event", "launch"]),
+    )
+    timed = timed.with_columns(binds=pl.col("apart_ns") == pl.col("apart_ns").min().over("dst"))
+    usual = timed.filter(pl.col("latent") & pl.col("binds") & ~pl.col("from_start") & (pl.col("apart_ns") >= 0)).group_by("rank", "rule").agg(
+        most_ns=pl.col("apart_ns").quantile(USUAL, "lower").cast(pl.Int64), usual_ns=pl.col("apart_ns").median().cast(pl.Int64)
+    )  # fmt: skip
+    timed = timed.join(usual, on=["rank", "rule"], how="left", maintain_order="left")
+    cap = pl.when(pl.col("from_start")).then("apart_ns").when(pl.col("binds")).then("most_ns").otherwise("usual_ns").fill_null(0)
+    lag = pl.when(pl.col("latent")).then(pl.min_horizontal("apart_ns", cap)).otherwise(0)
+    timed = timed.with_columns(lag_ns=lag.clip(0)).with_columns(left_ns=pl.col("apart_ns") - pl.col("lag_ns"))
+    left = timed.group_by("dst").agg(delay_ns=pl.col("left_ns").min())
+    timed = timed.join(left, on="dst", maintain_order="left")
+    small = (pl.col("delay_ns") > 0) & (pl.col("delay_ns") <= MIN_DELAY_NS) & (pl.col("left_ns") == pl.col("delay_ns")) & pl.col("latent")
+    timed = timed.with_columns(lag_ns=pl.col("lag_ns") + pl.when(small).then("delay_ns").otherwise(0))
+    return _delays(rows, timed, left.filter(pl.col("delay_ns") > MIN_DELAY_NS))
+
+
+def _delays(rows: pl.DataFrame, edges: pl.DataFrame, delays: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Put a row of kind `unexplained` before each row that is held up, and move its in-edges there."""
+    held = rows.filter(pl.col("kind").is_in([*DEVICE_KINDS, "event"]) & ~pl.col("blocks"))
+    held = held.join(delays, left_on="id", right_on="dst").with_columns(
+        of="id", id=(pl.col("id") // 8) * 8 + DELAY, kind=pl.lit("unexplained"), name=pl.format("delay of {}", "name"),
+        start_ns=pl.col("start_ns") - pl.col("delay_ns"), dur_ns="delay_ns",
+    )  # fmt: skip
+    moved = edges.join(held.select(dst="of", to="id"), on="dst", how="left", maintain_order="left").with_columns(dst=pl.coalesce("to", "dst"))
+    after = held.select(
+        src="id", dst="of", lag_ns=pl.lit(0, pl.Int64), from_start=pl.lit(value=False), rule=pl.lit("delay"), evidence=pl.lit("exact"), hard=pl.lit(value=True)
+    )  # fmt: skip
+    columns = ["src", "dst", "lag_ns", "from_start", "rule", "evidence", "hard"]
+    return pl.concat([rows, held.select(rows.columns)]), pl.concat([moved.select(columns), after.select(columns)])

@@ -1,0 +1,301 @@
+"""Who waits for what: event waits of streams and blocking calls of threads, each with its target and the evidence for it.
+
+Most traces name neither stream nor event of these calls, so a target comes from one of three sources, in this order:
+
+exact    the trace's `cuda_sync` records, a blocking copy (its own copy), a device-wide wait (every stream)
+pattern  the idiom that issued the call: a collective's stream waits for the stream that calls it; the caller's stream waits
+         for a collective, first issued first; a block on another stream starts and ends with a wait (`wait_stream`)
+time     what the waiting op followed at the same call site in *other* steps, if it did in at least half of them
+
+A pattern that other steps contradict (the waiting op started before its supposed target had ended) is dropped, and one that
+they do not support yields to a target that they do. The step that a graph is made of never serves as its own evidence.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from lumos_nb.calls import BLOCKING_COPIES, COLLECTIVE_WAITS
+from lumos_nb.schema import DEVICE_KINDS
+
+TOLERANCE_NS = 2_000
+"""A target may end this much after its waiter starts: rounding of old traces (1 us) and clock noise."""
+
+WAKE_STREAM_NS = 20_000
+"""A stream's next op starts within this after the event it waited for."""
+
+WAKE_HOST_NS = 80_000
+"""A blocked thread goes on within this after the device op it waited for."""
+
+HIDDEN_WAIT_NS = 200_000
+"""A gap of a thread shorter than this is never taken for a wait that the profiler did not record."""
+
+MIN_SUPPORT = 0.5
+
+WAITS = {
+    "op_id": pl.Int64(),  # the call, or the gap that hides a wait
+    "rank": pl.Int32(),
+    "lane": pl.String(),  # the stream that waits; null if the thread itself does
+    "target": pl.Int64(),  # the device op waited for
+    "record_lane": pl.String(),  # or: all that this stream held at `record_ns`
+    "record_ns": pl.Int64(),
+    "evidence": pl.String(),
+    "pattern": pl.String(),
+}
+
+
+def sync_records(events: pl.DataFrame) -> pl.DataFrame:
+    """The trace's own synchronisation records: `rank`, `correlation`, `device`, `stream`, `wait_on_stream`, `record`."""
+    fields = {
+        "stream": pl.Int64(),
+        "wait_on_stream": pl.Int64(),
+        "wait_on_cuda_event_record_corr_id": pl.Int64(),
+    }
+    rows = events.filter(pl.col("category") == "cuda_sync").select(
+        "rank", "correlation", "device", args=pl.col("args").str.json_decode(pl.Struct(fields))
+    )
+    return rows.unnest("args").rename({"wait_on_cuda_event_record_corr_id": "record"})
+
+
+def identify(ops: pl.DataFrame) -> pl.DataFrame:
+    """Add `nth`: the number of an op among those of its call site in its rank and step. (`site`, `nth`) names it in any step."""
+    stretch = pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null()
+    site = pl.when(stretch).then(pl.struct("name", "phase", "kind").hash(3)).otherwise("site")
+    return ops.with_columns(site=site).with_columns(
+        nth=pl.coalesce("launch_ns", "start_ns").rank("ordinal").over("rank", "step", "site", "kind").cast(pl.Int32)
+    )
+
+
+def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int) -> pl.DataFrame:
+    """Waits of one step.
+
+    Parameters
+    ----------
+    ops
+        Raw ops of all ranks and steps on one clock (`clocks.align_clocks`), with `nth` (`identify`).
+    records
+        `sync_records`; may be empty.
+    step
+        The step whose waits are wanted. Its own times are never evidence for them.
+
+    Returns
+    -------
+    table
+        Columns `WAITS`. A call without a row waits for something that no evidence names.
+    """
+    device = ops.filter(pl.col("kind").is_in(DEVICE_KINDS)).with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+    calls = _calls_with_neighbours(ops, device)
+    found = [
+        _exact_waits(calls, records),
+        _own_work(calls),
+        _whole_device(calls, device),
+        _stream_syncs(calls, records),
+        _event_waits(calls, device, records, step),
+        _hidden_waits(ops, device, calls, step),
+    ]
+    chosen = pl.concat([f.select(pl.col(c).cast(t) for c, t in WAITS.items()) for f in found])
+    here = ops.filter(pl.col("step") == step).select("op_id")
+    return chosen.join(here, on="op_id", how="semi").unique(["op_id", "lane", "target", "record_lane"], maintain_order=True)
+
+
+def _calls_with_neighbours(ops: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
+    """Runtime calls in thread order, each with what its thread launched last before it and first after it."""
+    launched = device.select("rank", "correlation", target="op_id", to="lane", to_comm=pl.col("kind") == "comm", to_name="name")
+    launched = launched.filter(pl.col("correlation").is_not_null()).unique(["rank", "correlation"], keep="first")
+    calls = ops.filter(pl.col("call").is_not_null()).join(launched, on=["rank", "correlation"], how="left")
+    thread = ["rank", "thread"]
+    plain = pl.when(~pl.col("to_comm")).then("to")
+    launches = pl.col("to").is_not_null()
+    return (
+        calls.sort(*thread, "start_ns", "op_id")
+        .with_columns(
+            plain_before=plain.forward_fill().over(thread),
+            plain_after=plain.backward_fill().over(thread),
+            before=pl.col("to").forward_fill().over(thread),
+            after=pl.col("to").backward_fill().over(thread),
+            comm_before=pl.col("to_comm").forward_fill().over(thread),
+            comm_after=pl.col("to_comm").backward_fill().over(thread),
+            frame_before=pl.when(launches).then(pl.col("frame").fill_null(-1)).forward_fill().over(thread),
+        )
+        .with_columns(site_key=_SITE_KEY)
+    )
+
+
+_SITE_KEY = pl.struct("site", "nth").hash(5)
+
+
+def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
+    """Event waits that `cuda_sync` rows name: the stream waits for what the other held when the event was recorded."""
+    named = records.filter(pl.col("record") >= 0).select(
+        "rank", "correlation", "record", waiter=pl.format("gpu{}:{}", "device", "stream"), awaited=pl.format("gpu{}:{}", "device", "wait_on_stream")
+    )
+    recorded = calls.filter(pl.col("call") == "record").select("rank", record="correlation", record_ns="start_ns")
+    waits = calls.filter(pl.col("call").is_in(["wait_event", "sync_event"]))
+    return waits.join(named, on=["rank", "correlation"]).join(recorded, on=["rank", "record"]).select(
+        "op_id", "rank", "record_ns", lane=pl.when(pl.col("call") == "wait_event").then("waiter"), target=None,
+        record_lane="awaited", evidence=pl.lit("exact"), pattern=pl.lit("cuda_sync"),
+    )  # fmt: skip
+
+
+def _own_work(calls: pl.DataFrame) -> pl.DataFrame:
+    """Calls that wait for the very work that they name: blocking copies, and labelled waits for a CPU collective."""
+    issued = calls.filter(pl.col("to_comm")).select("rank", "correlation", issued="target").unique(["rank", "correlation"])
+    labelled = calls.filter(pl.col("call") == "wait_comm").join(issued, on=["rank", "correlation"]).with_columns(target="issued")
+    copies = calls.filter((pl.col("call") == "launch") & pl.col("to_name").str.contains(BLOCKING_COPIES))
+    own = pl.concat([copies, labelled.select(copies.columns)])
+    return own.select(
+        "op_id", "rank", "target", lane=None, record_lane=None, record_ns=None, evidence=pl.lit("exact"), pattern=pl.lit("own work")
+    )
+
+
+def _whole_device(calls: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
+    waits = calls.filter(pl.col("call").is_in(["sync_device", "free"]))
+    return waits.join(device.select("rank", record_lane="lane").unique(maintain_order=True), on="rank").select(
+        "op_id", "rank", "record_lane", lane=None, target=None, record_ns="start_ns", evidence=pl.lit("exact"), pattern=pl.lit("device")
+    )
+
+
+def _stream_syncs(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
+    """A stream synchronise waits for the stream that its record names, else for the one its thread launched to last."""
+    named = records.filter(pl.col("wait_on_stream").is_null() | (pl.col("wait_on_stream") < 0)).select(
+        "rank", "correlation", named=pl.format("gpu{}:{}", "device", "stream")
+    )
+    waits = calls.filter(pl.col("call") == "sync_stream")
+    waits = waits.join(named.unique(["rank", "correlation"]), on=["rank", "correlation"], how="left")
+    exact = pl.col("named").is_not_null()
+    return waits.filter(exact | pl.col("before").is_not_null()).select(
+        "op_id", "rank", lane=None, target=None, record_lane=pl.coalesce("named", "before"), record_ns="start_ns",
+        evidence=pl.when(exact).then(pl.lit("exact")).otherwise(pl.lit("pattern")),
+        pattern=pl.when(exact).then(pl.lit("cuda_sync")).otherwise(pl.lit("last stream of the thread")),
+    )  # fmt: skip
+
+
+def _event_waits(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, step: int) -> pl.DataFrame:
+    """Event waits that no record names: the idioms that other steps do not contradict, and what they support by time."""
+    named = records.filter(pl.col("record") >= 0).select("rank", "correlation")
+    # A wait after a collective's kernel, still inside the call that launched it, orders NCCL's internal streams only.
+    internal = pl.col("comm_before") & (pl.col("frame_before") == pl.col("frame"))
+    unnamed = calls.join(named, on=["rank", "correlation"], how="anti").with_columns(internal=internal.fill_null(value=False))
+    candidates = pl.concat([_caller_waits(unnamed), _collective_waits(unnamed), _stream_switches(unnamed)], how="diagonal_relaxed")
+    sound = candidates.join(_contradicted(candidates, device, step), on=["site_key", "pattern"], how="anti")
+    best = sound.filter(pl.col("order") == pl.col("order").min().over("op_id"))
+    waits = unnamed.filter((pl.col("call") == "wait_event") & ~pl.col("internal") & pl.col("after").is_not_null())
+    by_time = _followed(_first_after(waits.with_columns(lane="after", call_ns="start_ns"), device), device, step)
+    return pl.concat([best, by_time], how="diagonal_relaxed").with_columns(
+        *(pl.lit(None, WAITS[c]).alias(c) for c in ("target", "record_lane", "record_ns") if c not in {*best.columns, *by_time.columns})
+    )
+
+
+def _caller_waits(calls: pl.DataFrame) -> pl.DataFrame:
+    """Before its kernel a collective makes its own stream wait for the stream of its caller."""
+    waits = calls.filter((pl.col("call") == "wait_event") & pl.col("comm_after") & pl.col("plain_before").is_not_null())
+    return waits.select(
+        "op_id", "rank", "step", "site_key", lane="after", record_lane="plain_before", record_ns="start_ns", call_ns="start_ns",
+        order=0, evidence=pl.lit("pattern"), pattern=pl.lit("collective after its caller"),
+    )  # fmt: skip
+
+
+def _collective_waits(calls: pl.DataFrame) -> pl.DataFrame:
+    """`Work.wait`: the caller's stream waits for the collective that the same operator issued last, else for the one that
+    its thread issued first and has not waited for yet."""
+    within = pl.coalesce("around", "parent", pl.lit("wait")).str.contains(COLLECTIVE_WAITS)
+    takes = (pl.col("call") == "wait_event") & ~pl.col("internal") & ~pl.col("comm_after").fill_null(value=False) & within
+    rows = calls.filter((takes & pl.col("plain_after").is_not_null()) | pl.col("to_comm")).sort("rank", "start_ns", "op_id")
+    columns = ("rank", "thread", "to_comm", "target", "top_frame", "site_key")
+    taken: list[int | None] = []
+    waiting: dict[tuple[int, int], dict[int, tuple[int, int | None]]] = {}  # (rank, thread) -> site -> (collective, operator)
+    for rank, thread, is_comm, target, operator, site in rows.select(columns).iter_rows():
+        issued = waiting.setdefault((rank, thread), {})
+        if is_comm:
+            issued.pop(site, None)  # the same collective of an earlier step, which nobody waited for
+            issued[site] = (target, operator)
+        if is_comm or not issued:
+            taken.append(None)
+            continue
+        last = next(reversed(issued))
+        same = operator is not None and issued[last][1] == operator
+        taken.append(issued.pop(last if same else next(iter(issued)))[0])
+    waits = rows.with_columns(issued=pl.Series(taken, dtype=pl.Int64)).filter(pl.col("issued").is_not_null())
+    return waits.select(
+        "op_id", "rank", "step", "site_key", lane="plain_after", target="issued", call_ns="start_ns",
+        order=1, evidence=pl.lit("pattern"), pattern=pl.lit("wait for a collective"),
+    )  # fmt: skip
+
+
+def _stream_switches(calls: pl.DataFrame) -> pl.DataFrame:
+    """A block on another stream starts with that stream waiting for the caller's, and ends the other way round."""
+    switch = (pl.col("plain_before") != pl.col("plain_after")) & ~pl.col("comm_after").fill_null(value=False)
+    waits = calls.filter((pl.col("call") == "wait_event") & ~pl.col("internal") & switch)
+    return waits.select(
+        "op_id", "rank", "step", "site_key", lane="plain_after", record_lane="plain_before", record_ns="start_ns", call_ns="start_ns",
+        order=2, evidence=pl.lit("pattern"), pattern=pl.lit("stream switch"),
+    )  # fmt: skip
+
+
+def _contradicted(candidates: pl.DataFrame, device: pl.DataFrame, step: int) -> pl.DataFrame:
+    """(`site_key`, `pattern`) whose waiter started before its target had ended in some other step."""
+    issued = device.select("rank", record_lane="lane", held_ns=pl.coalesce("launch_ns", "start_ns"), last_end_ns="end_ns").sort("held_ns")
+    ends = device.select(target="op_id", target_end_ns="end_ns")
+    others = _first_after(candidates.filter(pl.col("step") != step), device)
+    by_lane = others.filter(pl.col("record_lane").is_not_null()).sort("record_ns").join_asof(
+        issued, left_on="record_ns", right_on="held_ns", by=["rank", "record_lane"], check_sortedness=False
+    )
+    by_op = others.filter(pl.col("record_lane").is_null()).join(ends, on="target", how="left")
+    tested = pl.concat([by_lane, by_op], how="diagonal_relaxed").with_columns(end_ns=pl.coalesce("last_end_ns", "target_end_ns"))
+    return tested.filter(pl.col("end_ns") > pl.col("next_start_ns") + TOLERANCE_NS).select("site_key", "pattern").unique()
+
+
+def _first_after(waits: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
+    """Add the first op on each wait's lane that was issued after the call: `next_start_ns`, and when it could have begun."""
+    ready = pl.max_horizontal(pl.col("end_ns").shift(1).over("rank", "lane", order_by="start_ns"), "launch_ns")
+    following = device.filter(pl.col("launch_ns").is_not_null()).select(
+        "rank", "lane", issue_ns="launch_ns", next_start_ns="start_ns", ready_ns=ready
+    )
+    return waits.sort("call_ns").join_asof(
+        following.sort("issue_ns"), left_on="call_ns", right_on="issue_ns", by=["rank", "lane"], strategy="forward", check_sortedness=False
+    )
+
+
+def _followed(waits: pl.DataFrame, device: pl.DataFrame, step: int) -> pl.DataFrame:
+    """What each waiting stream's next op started right after in other steps, where nothing else explains its delay."""
+    delayed = waits.filter(pl.col("next_start_ns") > pl.col("ready_ns") + WAKE_STREAM_NS)
+    votes = _nearest_end(delayed.with_columns(at_ns="next_start_ns"), device, WAKE_STREAM_NS)
+    return _elect(waits, votes.filter(pl.col("target_lane") != pl.col("lane")), device, step)
+
+
+def _nearest_end(waits: pl.DataFrame, device: pl.DataFrame, within_ns: int) -> pl.DataFrame:
+    """The device op of the same rank that ended last before `at_ns`, if within `within_ns`, and was issued before the call."""
+    ends = device.filter(pl.col("site").is_not_null()).select(
+        "rank", "end_ns", target_lane="lane", target_site="site", target_nth="nth", target_step="step", target_launch_ns="launch_ns"
+    ).sort("end_ns")  # fmt: skip
+    found = waits.with_columns(limit_ns=pl.col("at_ns") + TOLERANCE_NS).drop("end_ns", strict=False).sort("limit_ns").join_asof(
+        ends, left_on="limit_ns", right_on="end_ns", by="rank", tolerance=within_ns + TOLERANCE_NS, check_sortedness=False
+    )
+    return found.filter(pl.col("target_launch_ns") <= pl.col("call_ns"))
+
+
+def _elect(waits: pl.DataFrame, votes: pl.DataFrame, device: pl.DataFrame, step: int) -> pl.DataFrame:
+    """For each wait of `step` the target that its call site had in at least `MIN_SUPPORT` of the other steps."""
+    held = waits.filter(pl.col("step") != step).group_by("site_key").agg(repetitions=pl.len())
+    identity = ["target_site", "target_nth", "target_lane"]
+    counted = votes.filter(pl.col("step") != step).group_by("site_key", *identity, ago=pl.col("step") - pl.col("target_step")).len()
+    elected = counted.join(held, on="site_key").filter(pl.col("len") >= MIN_SUPPORT * pl.col("repetitions"))
+    elected = elected.sort("len", descending=True).unique("site_key", keep="first", maintain_order=True)
+    targets = device.select("rank", target="op_id", target_step="step", target_site="site", target_nth="nth", target_lane="lane")
+    here = waits.filter(pl.col("step") == step).join(elected, on="site_key").with_columns(target_step=pl.col("step") - pl.col("ago"))
+    lane = pl.col("lane") if "lane" in here.columns else pl.lit(None, pl.String)
+    return here.join(targets, on=["rank", "target_step", *identity]).select(
+        "op_id", "rank", "step", "site_key", lane.alias("lane"), "target", evidence=pl.lit("time"), pattern=pl.lit("followed in other steps")
+    )
+
+
+def _hidden_waits(ops: pl.DataFrame, device: pl.DataFrame, calls: pl.DataFrame, step: int) -> pl.DataFrame:
+    """Host stretches that end right after a device op in other steps: waits that the profiler did not record."""
+    long = ops.filter(pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & (pl.col("dur_ns") > HIDDEN_WAIT_NS))
+    keys = long["site"].unique()
+    stretches = ops.filter(pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & pl.col("site").is_in(keys.implode()))
+    syncs = calls.filter(pl.col("call") == "sync_event")
+    waits = pl.concat([stretches.with_columns(site_key=_SITE_KEY), syncs.select(*stretches.columns, "site_key")])
+    waits = waits.with_columns(call_ns="start_ns", at_ns=pl.col("start_ns") + pl.col("dur_ns"), lane=pl.lit(None, pl.String))
+    votes = _nearest_end(waits.filter((pl.col("dur_ns") > HIDDEN_WAIT_NS) | (pl.col("call") == "sync_event")), device, WAKE_HOST_NS)
+    return _elect(waits, votes, device, step).with_columns(record_lane=pl.lit(None, pl.String), record_ns=pl.lit(None, pl.Int64))
