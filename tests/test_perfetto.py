@@ -210,11 +210,17 @@ def test_threads_come_before_streams_and_each_in_the_order_of_numbers(tmp_path):
 
 
 def test_rows_that_overlap_go_to_a_thread_beside(tmp_path):
-    rows = [op(0, "kernel", 0, 10), op(1, "kernel", 5, 10), op(2, "kernel", 6, 2), op(3, "kernel", 15, 5)]
+    rows = [
+        op(0, "kernel", 0, 10),
+        op(1, "kernel", 5, 10),
+        op(2, "kernel", 6, 2),
+        op(3, "kernel", 15, 5),
+        op(4, "kernel", 20, 1),
+    ]
     trace = written(write_perfetto(Workload(table(*rows)), tmp_path / "step.json"))
     threads = named(trace, "thread_name")
     found = {r["args"]["op_id"]: threads[r["tid"]] for r in slices_of(trace)}
-    assert found == {0: "gpu0:7", 1: "gpu0:7 (2)", 2: "gpu0:7", 3: "gpu0:7"}
+    assert found == {0: "gpu0:7", 1: "gpu0:7 (2)", 2: "gpu0:7", 3: "gpu0:7", 4: "gpu0:7"}
 
 
 def test_a_zipped_file_holds_the_same(tmp_path):

@@ -232,7 +232,7 @@ def _drawn(slices: pl.DataFrame, zero_ns: int) -> Iterator[_Record]:
 
 def _arrows(path: pl.DataFrame, slices: pl.DataFrame, zero_ns: int) -> Iterator[_Record]:
     """Arrows from each op of the path to the next, past those of no length, which a viewer cannot tie an arrow to."""
-    ops = slices.filter(pl.col("end_ns") > pl.col("start_ns"), pl.col("kind") != "event")
+    ops = slices.filter(pl.col("end_ns") > pl.col("start_ns"))
     hops = path.select("op_id", "path_ns", "rule").join(
         ops["op_id", "pid", "tid", "start_ns"], on="op_id", maintain_order="left"
     )
