@@ -13,7 +13,8 @@ import polars as pl
 
 from lumos_nb.errors import SchemaError
 from lumos_nb.schema import EVENTS
-from lumos_nb.traces.kineto import NOTES, PARSER_VERSION, Kineto
+from lumos_nb.traces.kineto import PARSER_VERSION, Kineto
+from lumos_nb.traces.kineto_events import NOTES
 
 CACHE_ENV = "LUMOS_NB_CACHE"
 CACHE_FOLDER = ".lumos_cache"
@@ -63,6 +64,8 @@ def store(parsed: Kineto, target: Path) -> None:
         The folder cannot be made or written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    if target.parent.name == CACHE_FOLDER:  # beside the traces, so maybe in somebody's repository
+        (target.parent / ".gitignore").write_text("*\n")
     entry = {"metadata": parsed.metadata, "notes": parsed.notes.rows(), "count": len(parsed.events)}
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=".part-", suffix=".parquet")
     try:

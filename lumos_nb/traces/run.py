@@ -16,7 +16,8 @@ from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import RunError, UnsupportedFormat
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces import cache as cached
-from lumos_nb.traces.kineto import NOTES, Kineto, rank_of, read_kineto, world_size_of
+from lumos_nb.traces.kineto import Kineto, rank_of, read_kineto, world_size_of
+from lumos_nb.traces.kineto_events import NOTES
 
 SUFFIXES = (".json", ".json.gz")
 """Files of a folder that are taken for traces; the others are named in the report."""
@@ -40,7 +41,7 @@ RANKS = {
 REPORT = {"rank": pl.Int32(), "path": pl.String(), "what": pl.String(), "count": pl.Int64(), "reason": pl.String()}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """The events of all ranks of a run, and what was read to get them.
 
@@ -143,9 +144,10 @@ def _files(path: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
     if not path.is_dir():
         raise RunError(f"{path} does not exist: give a folder of traces, or one file.")
     entries = sorted(path.iterdir(), key=lambda entry: _natural(entry.name))
-    files = [entry for entry in entries if entry.is_file() and not entry.name.startswith(".")]
-    traces = [file for file in files if file.name.endswith(SUFFIXES)]
-    return traces, [(file, f"its name ends in none of {', '.join(SUFFIXES)}") for file in files if file not in traces]
+    files = [entry for entry in entries if entry.is_file()]
+    traces = [file for file in files if file.name.endswith(SUFFIXES) and not file.name.startswith(".")]
+    reason = f"its name does not end in {' or '.join(SUFFIXES)}, or it is hidden"
+    return traces, [(file, reason) for file in files if file not in traces]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -1,0 +1,593 @@
+"""Kineto files to the event table: exact times, every generation, nothing lost unseen."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import random
+import tarfile
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lumos_nb.errors import TraceError, UnsupportedFormat
+from lumos_nb.schema import EVENTS
+from lumos_nb.traces import json_stream
+from lumos_nb.traces.exact import nanoseconds
+from lumos_nb.traces.json_text import object_spans
+from lumos_nb.traces.kineto import Kineto, read_kineto
+
+
+def op(name: str = "aten::mm", ts: Any = 10, dur: Any = 5, **more: Any) -> dict[str, Any]:
+    event = {"ph": "X", "cat": "cpu_op", "name": name, "pid": 100, "tid": 101, "ts": ts, "dur": dur, "args": {}}
+    return event | more
+
+
+def kernel(correlation: int, ts: Any = 20, dur: Any = 3, stream: int = 7, **more: Any) -> dict[str, Any]:
+    args = {"device": 0, "stream": stream, "correlation": correlation}
+    return op("gemm", ts, dur, cat="kernel", pid=0, tid=stream, args=args) | more
+
+
+def text_of(events: list[dict[str, Any]], **metadata: Any) -> bytes:
+    return json.dumps({"schemaVersion": 1, "traceEvents": events, **metadata}, indent=1).encode()
+
+
+def read(folder: Path, content: bytes | list[dict[str, Any]], **metadata: Any) -> Kineto:
+    path = folder / "trace.json"
+    path.write_bytes(content if isinstance(content, bytes) else text_of(content, **metadata))
+    return read_kineto(path)
+
+
+def noted(kineto: Kineto, what: str) -> int:
+    """How many of `what` the notes count."""
+    return int(kineto.notes.filter(pl.col("what").str.starts_with(what))["count"].sum())
+
+
+def accounted_for(kineto: Kineto) -> int:
+    return len(kineto.events) + noted(kineto, "dropped")
+
+
+# --- exact times ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "ns"),
+    [
+        ("1698957661240677", 1698957661240677_000),
+        ("1712195495519689.123", 1712195495519689_123),
+        ("1712195495519689.1", 1712195495519689_100),
+        ("1712195495519689.12", 1712195495519689_120),
+        ("0.001", 1),
+        ("0.0005", 1),
+        ("0.00049999999", 0),
+        ("94.83699999999999", 94837),
+        ("5.9999", 6000),
+        ("1.5e6", 1_500_000_000),
+        ("1.712195495519689123E+15", 1712195495519689_123),
+        ("12.5e-1", 1250),
+        ("-3.5", -3500),
+        ("-0.25", -250),
+        ('"17.5"', 17500),
+        ("0", 0),
+        ("", None),
+        ("null", None),
+        ('"soon"', None),
+        ("1e400", None),
+        ("9999999999999999", None),
+        ("99999999999999999999999", None),
+    ],
+)
+def test_decimal_microseconds_become_exact_ns(text: str, ns: int | None) -> None:
+    assert nanoseconds([b"7.007", text.encode()]).to_list() == [7007, ns]
+
+
+def test_float64_would_be_wrong_where_the_text_is_exact() -> None:
+    text = "1712195495519689.123"
+    assert int(float(text) * 1000) - nanoseconds([text.encode()])[0] == -163
+
+
+@given(st.lists(st.decimals(min_value=0, max_value=Decimal("4e15"), places=3), min_size=1, max_size=20))
+def test_any_time_stamp_with_three_decimals_is_exact(stamps: list[Decimal]) -> None:
+    assert nanoseconds([f"{s:f}".encode() for s in stamps]).to_list() == [int(s * 1000) for s in stamps]
+
+
+@pytest.mark.parametrize("position", ["before the events", "after the events"])
+def test_the_base_is_added_wherever_the_file_has_it(tmp_path: Path, position: str) -> None:
+    base = 1711964646_000_000_000
+    trace = {"traceEvents": [op(ts=4203669604595.407, dur=340.024)], "baseTimeNanoseconds": base}
+    if position == "before the events":
+        trace = dict(reversed(trace.items()))
+    kineto = read(tmp_path, json.dumps(trace).encode())
+    assert kineto.events.select("start_ns", "dur_ns").row(0) == (base + 4203669604595_407, 340_024)
+
+
+def test_a_base_that_is_no_number_is_reported(tmp_path: Path) -> None:
+    kineto = read(tmp_path, [op(ts=1)], baseTimeNanoseconds="yesterday")
+    assert kineto.events["start_ns"][0] == 1000
+    assert noted(kineto, "times") == 1
+
+
+# --- generations ------------------------------------------------------------------------------------------------------
+
+
+def test_2021_categories_string_threads_and_lower_case_ids(tmp_path: Path) -> None:
+    ids = {"correlation": 311, "external id": 31}
+    kineto = read(
+        tmp_path,
+        [
+            op("aten::to", cat="Operator", tid="101", args={"Device": 100, "External id": 31}),
+            op("cudaMemcpyAsync", cat="Runtime", tid="101", args={"cbid": 41, **ids}),
+            op("Memcpy HtoD", cat="Memcpy", pid=0, tid="stream 7", args={"device": 0, "stream": 7, **ids}),
+            op("Memset", cat="Memset", pid=1, tid="stream 8", args={}),
+            op("gemm", cat="Kernel", pid=0, tid="stream 7", args={"device": 0, "stream": 7, **ids}),
+            {"ph": "i", "s": "t", "name": "[memory]", "pid": 100, "tid": 101, "ts": 3, "args": {"Bytes": 4}},
+        ],
+    )
+    assert kineto.events["category"].to_list() == [
+        "cpu_op",
+        "cuda_runtime",
+        "gpu_memcpy",
+        "gpu_memset",
+        "kernel",
+        "cpu_instant_event",
+    ]
+    assert kineto.events["thread"].to_list() == [101, 101, None, None, None, 101]
+    assert kineto.events["device"].to_list() == [None, None, 0, 1, 0, None]
+    assert kineto.events["stream"].to_list() == [None, None, 7, 8, 7, None]
+    assert kineto.events["external_id"].to_list() == [31, 31, 31, None, 31, None]
+    assert kineto.events["correlation"].to_list() == [None, 311, 311, None, 311, None]
+
+
+def test_rocm_streams_in_hexadecimal_and_an_annotation_without_arguments(tmp_path: Path) -> None:
+    kineto = read(
+        tmp_path,
+        [
+            op("hipMemcpyWithStream", cat="cuda_runtime", args={"stream": "0x0", "correlation": 117, "kind": "1"}),
+            op("Cijk", cat="kernel", pid=2, tid=0, args={"device": 2, "stream": 0, "correlation": 117}),
+            op("Optimizer.step", cat="gpu_user_annotation", pid=2, tid=0, args={"External id": 35}),
+        ],
+    )
+    assert kineto.events.select("device", "stream").rows() == [(None, None), (2, 0), (2, 0)]
+    assert kineto.events["correlation"].to_list() == [117, 117, None]
+
+
+def test_a_synchronisation_with_the_whole_device_has_stream_minus_one(tmp_path: Path) -> None:
+    old = op("Context Sync", cat="cuda_sync", pid=0, tid=-1, args={"stream": 4294967295, "device": 0})
+    new = op("Context Sync", cat="cuda_sync", pid=0, tid=-1, args={"stream": -1, "device": 0})
+    assert read(tmp_path, [old, new]).events["stream"].to_list() == [-1, -1]
+
+
+def test_sequence_numbers_are_kept_and_minus_one_is_none(tmp_path: Path) -> None:
+    events = [op(args={"Sequence number": n}) for n in (5, -1)]
+    assert read(tmp_path, events).events["sequence"].to_list() == [5, None]
+
+
+def test_integers_beyond_int64_stay_in_the_arguments(tmp_path: Path) -> None:
+    comms, correlation = 10159970886766084423, 2**70
+    kineto = read(tmp_path, [op(args={"Comms Id": comms, "correlation": correlation})])
+    assert kineto.events["correlation"][0] is None
+    assert json.loads(kineto.events["args"][0]) == {"Comms Id": comms, "correlation": correlation}
+
+
+def test_arguments_are_kept_as_written_without_line_breaks(tmp_path: Path) -> None:
+    event = (
+        '{"ph":"X","cat":"cpu_op","name":"a","pid":1,"tid":1,"ts":1,"dur":1,\n"args": {"x":\n 1.50, "y": "a\\nb  c"}}'
+    )
+    kineto = read(tmp_path, b'{"traceEvents": [' + event.encode() + b"]}")
+    assert kineto.events["args"][0] == '{"x":1.50,"y":"a\\nb  c"}'
+
+
+def test_a_thread_that_is_no_number_gets_one_id_in_every_file(tmp_path: Path) -> None:
+    first = read(tmp_path, [op(tid="worker"), op(tid=7)])
+    second = read(tmp_path, [op(tid="other"), op(tid="worker")])
+    assert first.events["thread"][0] == second.events["thread"][1] < 0
+    assert first.events["thread"][1] == 7
+    assert noted(first, "thread id") == 1
+
+
+def test_metadata_holds_every_other_key_and_the_names(tmp_path: Path) -> None:
+    info = {"backend": "nccl", "rank": 3, "world_size": 8, "pg_config": [{"ranks": [0, 1]}]}
+    names = [
+        {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "ts": 0, "args": {"name": "python"}},
+        {"ph": "M", "name": "process_labels", "pid": 0, "tid": 0, "ts": 0, "args": {"labels": "GPU 0"}},
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "ts": 0, "args": {"name": "stream 7"}},
+        {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": 7, "ts": 0, "args": {"sort_index": 7}},
+    ]
+    kineto = read(tmp_path, [kernel(1), *names], distributedInfo=info, traceName="a,b}")
+    assert kineto.events["rank"].to_list() == [3]
+    assert kineto.metadata == {
+        "schemaVersion": 1,
+        "distributedInfo": info,
+        "traceName": "a,b}",
+        "processes": [{"pid": 0, "name": "python", "labels": "GPU 0"}],
+        "threads": [{"pid": 0, "tid": 7, "name": "stream 7"}],
+        "event_count": 5,
+    }
+
+
+# --- what is dropped, and that it is counted --------------------------------------------------------------------------
+
+
+def test_dropped_events_are_counted_by_phase_and_category(tmp_path: Path) -> None:
+    dropped = [
+        op(ph="s", cat="ac2g", id=1),
+        op(ph="f", cat="ac2g", id=1),
+        op(ph="f", cat="fwdbwd", id=1),
+        op(ph="M"),
+        op(ph="C"),
+        op(ph="?"),
+        op("PyTorch Profiler (0)", cat="Trace", pid="Spans", tid="PyTorch Profiler"),
+        {"ph": "i", "name": "Record Window End", "pid": "", "tid": "", "ts": 5},
+        op("unfinished", dur=None),
+        op("backwards", dur=-1),
+        op("timeless", ts=None),
+    ]
+    del dropped[-3]["dur"]
+    kineto = read(tmp_path, [op(), *dropped, kernel(1)])
+    assert kineto.events["event_id"].to_list() == [0, len(dropped) + 1]
+    notes = {what: (count, reason) for what, count, reason in kineto.notes.rows()}
+    assert notes["dropped f ac2g"][0] == notes["dropped s ac2g"][0] == notes["dropped f fwdbwd"][0] == 1
+    assert "profiler's own" in notes["dropped X Trace"][1]
+    assert noted(kineto, "dropped X cpu_op") == 3
+    assert noted(kineto, "dropped ? cpu_op") == 1
+    assert accounted_for(kineto) == kineto.metadata["event_count"] == len(dropped) + 2
+    assert noted(kineto, "thread id") == 0
+
+
+def test_a_trace_without_events_is_an_empty_table(tmp_path: Path) -> None:
+    kineto = read(tmp_path, [])
+    assert kineto.events.schema == EVENTS.empty().schema
+    assert kineto.notes.is_empty()
+
+
+def test_an_event_that_cannot_be_read_costs_only_itself(tmp_path: Path) -> None:
+    bad = '{"ph": "X", "name": ["no", "name"], "ts": 1}, {"ph": X}, 17'
+    text = text_of([op("a"), op("BAD"), op("b")]).decode()
+    start, stop = object_spans(text.encode()[(begin := text.index("[") + 1) :])[0][1]
+    kineto = read(tmp_path, (text[: begin + start] + bad + text[begin + stop :]).encode())
+    assert kineto.events["name"].to_list() == ["a", "b"]
+    assert noted(kineto, "dropped unreadable") == noted(kineto, "unreadable") == 2
+    assert noted(kineto, "not an event") == 1
+    assert accounted_for(kineto) == 4
+    assert f"byte {begin + start:,}" in kineto.notes.filter(pl.col("what") == "unreadable")["reason"][0]
+
+
+@pytest.mark.parametrize(
+    ("written", "read_as"),
+    [
+        (b'"name": "a\nb"', "a\nb"),
+        (b'"name": "a\\ud83d"', "a?"),
+        (b'"name": "a", "x": -inf', "a"),
+        (b'"name": "nan", "x": [NaN, Infinity]', "nan"),
+        (b'"name": "a\xff\xfe"', "a\ufffd\ufffd"),
+    ],
+    ids=["line break in a string", "half a surrogate pair", "infinity", "not a number", "bad UTF-8"],
+)
+def test_text_that_is_not_quite_json_is_mended_and_reported(tmp_path: Path, written: bytes, read_as: str) -> None:
+    text = text_of([op("before"), op("THIS"), kernel(4)]).replace(b'"name": "THIS"', written)
+    kineto = read(tmp_path, text)
+    assert kineto.events["name"].to_list() == ["before", read_as, "gemm"]
+    assert noted(kineto, "mended") + (noted(kineto, "not UTF-8") == 2) == 1
+
+
+def test_arguments_of_an_odd_type_leave_the_event(tmp_path: Path) -> None:
+    kineto = read(tmp_path, [op(args=[1, 2]), op(args={"correlation": {}}), kernel(9)])
+    assert kineto.events["correlation"].to_list() == [None, None, 9]
+    assert kineto.events["args"].to_list()[:2] == ["[1,2]", '{"correlation":{}}']
+    assert noted(kineto, "odd arguments") == 2
+
+
+def test_device_work_that_names_no_device_is_reported(tmp_path: Path) -> None:
+    assert noted(read(tmp_path, [op(cat="kernel", pid="GPU", tid="x")]), "no device") == 1
+
+
+# --- cutting the text into batches, and files that end too early ------------------------------------------------------
+
+NASTY = [
+    op('}, {"ph": "X"', args={"nested": [{"a": {}}, {"b": [{}, {}]}], "text": "]}, {"}),
+    op('quote " and \\', args={"path": "C:\\", "end": '\\"'}),
+    op("é ∑ 漢", args={}),
+    kernel(1, ts=1712195495519689.123),
+    op("]", args={"long": "x" * 90}),
+    op("last", tid=3),
+]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+def test_blocks_of_any_size_give_the_same_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, packed: bool
+) -> None:
+    text = json.dumps(
+        {"a": [{"traceEvents": []}], "traceEvents": NASTY, "z": [{}, {"rank": 1}]}, indent=indent
+    ).encode()
+    path = tmp_path / "trace"
+    path.write_bytes(gzip.compress(text) if packed else text)
+    whole = read_kineto(path)
+    assert whole.events["name"].to_list() == [event["name"] for event in NASTY]
+    assert whole.metadata["z"] == [{}, {"rank": 1}]
+    for size in [*range(1, 60), 200, 500]:
+        monkeypatch.setattr(json_stream, "BLOCK_BYTES", size)
+        monkeypatch.setattr(json_stream, "READ_BYTES", max(size, len(json_stream.GZIP_MAGIC)))
+        monkeypatch.setattr(json_stream, "INFLATE_BYTES", size)
+        blocks = read_kineto(path)
+        assert blocks.events.equals(whole.events), size
+        assert blocks.metadata == whole.metadata
+        assert blocks.notes.is_empty()
+
+
+def test_a_file_cut_at_any_byte_gives_its_complete_events_and_a_note(tmp_path: Path) -> None:
+    text = json.dumps({"schemaVersion": 1, "traceEvents": NASTY, "baseTimeNanoseconds": 7, "traceName": "x"}).encode()
+    begin = text.index(b"[") + 1
+    ends = [begin + stop for _, stop in object_spans(text[begin:])[0]]
+    assert len(ends) == len(NASTY)
+    path = tmp_path / "trace.json"
+    for cut in sorted({*range(1, len(text), 5), *ends, *(end - 1 for end in ends), len(text) - 1}):
+        path.write_bytes(text[:cut])
+        if cut < begin:
+            with pytest.raises(TraceError, match=r"trace\.json"):
+                read_kineto(path)
+            continue
+        kineto = read_kineto(path)
+        assert len(kineto.events) == sum(end <= cut for end in ends)
+        assert noted(kineto, "truncated") == 1
+    path.write_bytes(text)
+    assert read_kineto(path).notes.is_empty()
+
+
+def test_keys_after_the_events_survive_a_cut_behind_them(tmp_path: Path) -> None:
+    text = text_of([op(ts=1)], baseTimeNanoseconds=7, deviceProperties=[{"name": "A, B}"}], traceName="x")
+    kineto = read(tmp_path, text[: text.index(b'"traceName"') + 14])
+    assert kineto.events["start_ns"][0] == 1007
+    assert kineto.metadata["deviceProperties"] == [{"name": "A, B}"}]
+    assert "keys after the events are lost" in kineto.notes.filter(pl.col("what") == "truncated")["reason"][0]
+
+
+def test_gzip_data_cut_anywhere_gives_a_prefix_of_the_events(tmp_path: Path) -> None:
+    noise = random.Random(5)
+    events = [op(f"{noise.getrandbits(128):x}", ts=noise.randrange(10**9)) for _ in range(400)]
+    packed = gzip.compress(text_of(events))
+    path = tmp_path / "trace.json.gz"
+    lengths = []
+    for cut in range(len(packed) // 20, len(packed), len(packed) // 20):
+        path.write_bytes(packed[:cut])
+        kineto = read_kineto(path)
+        names = kineto.events["name"].to_list()
+        assert names == [event["name"] for event in events[: len(names)]]
+        assert "ends in the middle" in kineto.notes.filter(pl.col("what") == "truncated")["reason"][0]
+        lengths.append(len(names))
+    assert lengths == sorted(lengths)
+    assert lengths[-1] > 350
+
+
+def test_gzip_data_with_a_flipped_byte_is_reported(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(text := text_of([op(str(i)) for i in range(2000)])))
+    packed[-6] ^= 0xFF  # the checksum
+    kineto = read(tmp_path, bytes(packed))
+    at_least = 1 - json_stream.INFLATE_BYTES / len(text)
+    assert at_least * 2000 - 1 <= len(kineto.events) <= 2000
+    assert "damaged" in kineto.notes.filter(pl.col("what") == "truncated")["reason"][0]
+    with pytest.raises(TraceError, match="cannot be unpacked: the gzip data is damaged"):
+        read(tmp_path, bytes([*gzip.compress(text_of([op()]))[:-6], 1, 2, 3, 4, 5, 6]))
+
+
+def test_gzip_members_and_padding_are_one_file(tmp_path: Path) -> None:
+    text = text_of([op("a"), op("b")])
+    packed = gzip.compress(text[:90]) + gzip.compress(text[90:]) + bytes(512)
+    kineto = read(tmp_path, packed)
+    assert kineto.events["name"].to_list() == ["a", "b"]
+    assert kineto.notes.is_empty()
+
+
+def test_a_second_list_of_events_is_reported(tmp_path: Path) -> None:
+    text = text_of([op("a")])[:-1] + b', "traceEvents": [{}, {}]}'
+    assert noted(read(tmp_path, text), "not read") == 2
+
+
+# --- what is no Kineto trace ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "says"),
+    [
+        (b"", TraceError, "empty"),
+        (b" \n ", TraceError, "empty"),
+        (gzip.compress(b""), TraceError, "empty"),
+        (b"step,time\n1,2\n", TraceError, "byte 0"),
+        (b'{"ranks": 4, "tp": 2}', UnsupportedFormat, "ranks, tp"),
+        (b'{"traceEvents": null}', UnsupportedFormat, "no profiler trace"),
+        (b'{"schemaVersion": 1, "devicePro', TraceError, "ends before its traceEvents"),
+        (b'{"schema": "1.1.1", "pid": 4, "nodes": [', UnsupportedFormat, "lumos_nb.traces.execution_trace"),
+        (b'[{"ph": "X"}]', UnsupportedFormat, "lumos_nb.traces.timeline"),
+        (b"SQLite format 3\0....", UnsupportedFormat, "lumos_nb.traces.nsys"),
+        (gzip.compress(b"SQLite format 3\0...."), UnsupportedFormat, "lumos_nb.traces.nsys"),
+        (b"PAR1....", UnsupportedFormat, "lumos_nb.traces.timeline"),
+        (b"PK\x03\x04....", UnsupportedFormat, "unpack"),
+        (b"\x07\n\x050.0.4\x12", UnsupportedFormat, "lumos_nb.exchange.chakra"),
+    ],
+)
+def test_other_files_are_named_with_what_takes_them(
+    tmp_path: Path, content: bytes, error: type[TraceError], says: str
+) -> None:
+    with pytest.raises(error, match=says) as caught:
+        read(tmp_path, content)
+    assert type(caught.value) is error
+    assert "trace.json" in str(caught.value)
+
+
+def test_a_folder_is_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="load_run"):
+        read_kineto(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("hta/execution_trace/benchmark_simple_add_et.json.gz", "execution trace"),
+        ("param/1.1.0-chakra.0.0.4/resnet_2gpu_et.json.gz", "execution trace"),
+        ("astra-sim/custom_ring_allreduce_8npus_1MB/custom_allreduce.0.et", "Chakra"),
+        ("nsys/h100_2gpu_1s.sqlite.gz", "SQLite"),
+        ("straggler/trace-ST.parquet", "Parquet"),
+        ("straggler/timeline-ST.json.gz", "bare list"),
+        ("param/dlrm_kineto.tar.gz", "tar archive"),
+        ("tracelens/rocprof/908_results.json.gz", "rocprofiler"),
+        ("primus/pp8/config.json", "no profiler trace"),
+    ],
+)
+def test_real_files_of_other_formats_are_refused(traces: Path, name: str, says: str) -> None:
+    with pytest.raises(UnsupportedFormat, match=says):
+        read_kineto(traces / name)
+
+
+# --- real traces ------------------------------------------------------------------------------------------------------
+
+KINETO_FILES = [
+    "hta/amd_trace/mi250_minitoy_train_ROCm6_2_kineto.json.gz",
+    "hta/cpu_only/rank-34.Jul_15_10_52_41.1074.pt.trace.json.gz",
+    "hta/critical_path/alexnet/benchmark_result_2869224_1695835535_trace.json.gz",
+    "hta/critical_path/cuda_event_sync/event_sync_trace.json.gz",
+    "hta/critical_path/end_to_end/simple_add/input/trace.json.gz",
+    "hta/critical_path/end_to_end/simple_add/output/overlaid_critical_path_trace.json.gz",
+    "hta/cupti_profiler/benchmark_result_924719_1679055439_trace.json.gz",
+    "hta/df_index_resolver/df_index_resolver.json.gz",
+    "hta/distributed_info_unavailable/distributed_info_not_found.json.gz",
+    "hta/execution_trace/benchmark_simple_add_trace.json.gz",
+    "hta/large_integer_trace/rank-70.Mar_25_20_48_12.2861.pt.trace.json.gz",
+    "hta/mtia_inference_trace/mtia_inference_rank_0.json.gz",
+    "hta/mtia_trace_single_rank/mtia_rank_0.json.gz",
+    "hta/nccl_parser_config/nccl_data.json.gz",
+    "hta/ns_resolution_trace/rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz",
+    "hta/timeline_analysis/sampled_rank-0.json.gz",
+    "hta/trace_compare/base/base.json.gz",
+    "hta/trace_diff/control/control.json.gz",
+    "hta/trace_file_list/inference_rank_1.json.gz",
+    "hta/trace_filter/sampled_rank-1.json.gz",
+    "hta/triton_example/triton_example.json.gz",
+    "kineto/docs/traces/after_fix_trace.json",
+    "kineto/tb_plugin/samples/resnet50_num_workers_0/worker0.1623143089861.pt.trace.json.gz",
+    "kineto/tb_plugin/test/gpu_metrics_input.json",
+    "param/linear_kineto.json.gz",
+    "particle_transformer/gpu_working_chrome_trace.json.gz",
+    "torchrec/resnet18/rank-0.pt.trace.json",
+    "torchrec/resnet18/rank-1.pt.trace.json",
+    "torchrec/sst_long_a2a_optimizer_2/rank-2.pt.trace.json.gz",
+    "torchrec/sst_long_a2a_optimizer_3/rank-0.pt.trace.json.gz",
+    "torchrec/sst_long_a2a_optimizer_4/rank-3.pt.trace.json.gz",
+    "tracelens/b200/eager_trace.json.gz",
+    "tracelens/h100/Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz",
+    "tracelens/h100/google_owlv2-large-patch14-ensemble__1016001.json.gz",
+    "tracelens/inference/sglang_prefilldecode/sglang_Qwen3-8B_prefilldecode.json.gz",
+    "tracelens/inference/vllm_decode_full/capture_traces/graph_capture_rank_0.1773709742341309550.pt.trace.json.gz",
+    "tracelens/inference/vllm_prefilldecode_piecewise/graph_execution.json.gz",
+    "tracelens/inference/xdit_sd_3.5/profile_trace_rank_0.json.gz",
+    "tracelens/mi210/gpu_only_trace/gpu_only_trace.json.gz",
+    "tracelens/mi300/Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz",
+    "tracelens/mi300/google_owlv2-large-patch14-ensemble__1016001.json.gz",
+    "tracelens/mi300/resnet_act_checkpoint.json.gz",
+    "tracelens/torch_compile_triton/trace.json.gz",
+]
+
+
+def reference(path: Path) -> dict[str, Any]:
+    """The file by the standard library, every number with a point or an exponent left as text."""
+    raw = path.read_bytes()
+    gc.disable()  # a collector that looks at millions of dicts as they are made takes most of the time
+    try:
+        return json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw, parse_float=str)
+    finally:
+        gc.enable()
+
+
+def assert_equals_reference(kineto: Kineto, trace: dict[str, Any]) -> None:
+    events = trace.pop("traceEvents")
+    assert kineto.metadata["event_count"] == len(events) == accounted_for(kineto)
+    assert trace.keys() == kineto.metadata.keys() - {"processes", "threads", "event_count"}
+    assert kineto.notes.filter(~pl.col("what").str.starts_with("dropped")).is_empty()
+    assert EVENTS.check(kineto.events).columns == list(EVENTS.columns)
+    base = trace.get("baseTimeNanoseconds", 0)
+    columns = ("event_id", "name", "start_ns", "dur_ns", "correlation", "external_id", "args")
+    rows = kineto.events.select(columns).gather_every(max(1, len(kineto.events) // 5000)).rows()
+    for event_id, name, start_ns, dur_ns, correlation, external_id, args in rows:
+        event = events[event_id]
+        given = event.get("args", {})
+        expected = (
+            event["name"],
+            base + int(Decimal(event["ts"]) * 1000),
+            int(Decimal(event.get("dur", 0)) * 1000),
+            given.get("correlation"),
+            given.get("External id", given.get("external id")),
+        )
+        assert (name, start_ns, dur_ns, correlation, external_id) == expected
+        assert json.loads(args, parse_float=str) == given
+
+
+@pytest.mark.parametrize("name", KINETO_FILES)
+def test_every_real_trace_is_read_as_the_standard_library_reads_it(traces: Path, name: str) -> None:
+    assert_equals_reference(read_kineto(traces / name), reference(traces / name))
+
+
+def test_the_list_of_real_traces_is_complete(traces: Path) -> None:
+    """What reads as a trace is in `KINETO_FILES`, or is a further rank of a run whose other ranks are."""
+    readable = []
+    for path in sorted(traces.rglob("*.json*")):
+        name = path.relative_to(traces).as_posix()
+        if ".tar" in name or path.stat().st_size > 500_000 or name.startswith("torchrec/sst"):
+            continue
+        try:
+            read_kineto(path)
+        except TraceError:
+            continue
+        readable.append(name)
+    assert set(readable) <= set(KINETO_FILES)
+    assert len(readable) >= 20
+
+
+def test_eight_ranks_of_one_dlrm_run(traces: Path, tmp_path: Path) -> None:
+    with tarfile.open(traces / "param" / "dlrm_kineto.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    files = sorted(tmp_path.rglob("*.json"))
+    assert len(files) == 8
+    for path in files[::3]:
+        assert_equals_reference(read_kineto(path), reference(path))
+
+
+# --- the current PyTorch ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_profile_of_the_installed_torch_is_read_whole(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        weight = torch.ones(64, 64, requires_grad=True)
+        before_ns = time.time_ns()
+        with torch.profiler.profile(record_shapes=True, with_stack=True) as profiler:
+            for _ in range(3):
+                with torch.profiler.record_function("my step"):
+                    (weight @ weight).sum().backward()
+                dist.all_reduce(weight.grad)
+                profiler.step()
+        after_ns = time.time_ns()
+        profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    finally:
+        dist.destroy_process_group()
+    kineto = read_kineto(tmp_path / "trace.json")
+    assert_equals_reference(kineto, reference(tmp_path / "trace.json"))
+    assert kineto.metadata["distributedInfo"]["world_size"] == 1
+    events = kineto.events
+    assert {"cpu_op", "user_annotation", "python_function"} <= set(events["category"])
+    assert events.filter(pl.col("name") == "my step", pl.col("category") == "user_annotation").height == 3
+    assert events.filter(pl.col("name").str.contains("all_?reduce")).height >= 3
+    forward = set(events.filter(pl.col("name") == "aten::mm")["sequence"].drop_nulls())
+    assert forward & set(events.filter(pl.col("name") == "MmBackward0")["sequence"])
+    steps = events.filter(pl.col("name") == "my step")
+    ends_ns = steps["start_ns"] + steps["dur_ns"]
+    assert before_ns - 1_000_000 <= steps["start_ns"].min() < ends_ns.max() <= after_ns + 1_000_000
