@@ -192,6 +192,8 @@ def compare(a: HasOps, b: HasOps) -> pl.DataFrame:
     sides = [frame.rename({"time_ns": side}) for side, frame in columns.items()]
     both = sides[0].join(sides[1], on=["level", "key"], how="full", coalesce=True)
     both = both.with_columns(pl.col("a_ns", "b_ns").fill_null(0))
+    takes_time = pl.max_horizontal("a_ns", "b_ns") > 0
+    both = both.filter(takes_time | pl.col("level").is_in(["step", "rank"]))
     mean_diff = pl.col("b_ns") / n_ranks["b_ns"] - pl.col("a_ns") / n_ranks["a_ns"]
     both = both.with_columns(diff_ns=pl.col("b_ns") - pl.col("a_ns"), mean_diff_ns=mean_diff)
     order = pl.Enum(["step", "rank", "part", *LEVELS])

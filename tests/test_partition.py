@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lumos_nb.critical_path import replay
 from lumos_nb.errors import GraphError, LumosError, SchemaError
+from lumos_nb.graph import Graph
 from lumos_nb.partition import LEVELS, PARTS, activity, attribute, breakdown, compare, step_intervals
-from lumos_nb.schema import OPS
+from lumos_nb.schema import EDGES, OPS
 
 CPU, MAIN, COMMS = "cpu:1", "gpu0:7", "gpu0:20"
 
@@ -35,7 +37,7 @@ def end_of_step_before(at: int, lane: str = MAIN, **more: object) -> dict[str, o
 
 def workload(*rows: dict[str, object]) -> Workload:
     """Rows in issue order; op ids are far from positions, so that mixing them up shows."""
-    numbered = [{"op_id": 1000 - i, **row} for i, row in enumerate(rows)]
+    numbered = [{"op_id": 1000 - i} | row for i, row in enumerate(rows)]
     return Workload(pl.DataFrame(numbered, schema=dict(OPS.columns)))
 
 
@@ -204,6 +206,30 @@ def test_comparison_of_different_numbers_of_ranks_is_by_mean_step():
     )
     step = compare(one, two).filter(pl.col("level") == "step")
     assert step.rows() == [("step", "all ranks", 10, 16, 6, -2.0)]
+
+
+def late_to_a_collective(dur: int) -> Graph:
+    """Two ranks that meet in a collective, to which rank 1 comes after a kernel of `dur`."""
+    rows = [end_of_step_before(0, rank=rank) | {"op_id": 10 * rank} for rank in (0, 1)]
+    for rank, kernel in ((0, 5), (1, dur)):
+        rows += [
+            op("kernel", 0, kernel, rank=rank, op_id=10 * rank + 1),
+            op("event", kernel, 0, COMMS, rank=rank, op_id=10 * rank + 2, collective="all_reduce"),
+        ]
+    rows.append(op("join", dur, 0, "net", rank=None, op_id=99))
+    rows += [op("comm", dur, 7, COMMS, rank=rank, op_id=10 * rank + 3, collective="all_reduce") for rank in (0, 1)]
+    pairs = [(rank * 10 + a, rank * 10 + b) for rank in (0, 1) for a, b in ((0, 1), (1, 2))]
+    pairs += [(2, 99), (12, 99), (99, 3), (99, 13)]
+    edges = [(src, dst, 0, False, "collective", "exact", True) for src, dst in pairs]
+    return Graph(workload(*rows).ops, pl.DataFrame(edges, schema=dict(EDGES.columns), orient="row"), step=1)
+
+
+def test_a_delay_shows_as_the_peers_waiting_measured_and_replayed_alike():
+    measured, result = late_to_a_collective(9), replay(late_to_a_collective(20))
+    assert parts_of(measured) == {"compute": 5, "exposed_wait": 4, "exposed_transfer": 7}
+    assert parts_of(result) == {"compute": 5, "exposed_wait": 15, "exposed_transfer": 7}
+    parts = compare(measured, result).filter(pl.col("level") == "part").select("key", "diff_ns", "mean_diff_ns")
+    assert parts.rows() == [("compute", 11, 5.5), ("exposed_wait", 11, 5.5), ("exposed_transfer", 0, 0.0)]
 
 
 def test_activity_counts_each_device_and_idle_bins():
