@@ -1,0 +1,412 @@
+"""A folder of rank files as one run: ranks, report, cache, executors."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import multiprocessing
+import os
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from lumos_nb.errors import RunError, TraceError, UnsupportedFormat
+from lumos_nb.schema import EVENTS
+from lumos_nb.traces import cache, run
+from lumos_nb.traces.run import Run, load_run
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv(cache.CACHE_ENV, str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder for a run."""
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+def write(path: Path, *names: str, rank: int | None = None, world_size: int | None = None, **metadata: Any) -> Path:
+    """A trace with one op a name."""
+    events: list[dict[str, Any]] = [
+        {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": 10 + i, "dur": 1.5}
+        for i, name in enumerate(names)
+    ]
+    events.append({"ph": "X", "cat": "kernel", "name": "k", "pid": 3, "tid": 7, "ts": 50, "dur": 1})
+    events.append({"ph": "s", "cat": "ac2g", "id": 1, "pid": 1, "tid": 1, "ts": 10})
+    info = {key: value for key, value in (("rank", rank), ("world_size", world_size)) if value is not None}
+    trace = {"schemaVersion": 1, "traceEvents": events} | ({"distributedInfo": info} if info else {}) | metadata
+    text = json.dumps(trace).encode()
+    path.write_bytes(gzip.compress(text) if path.name.endswith(".gz") else text)
+    return path
+
+
+def names_of(loaded: Run) -> list[tuple[int, str]]:
+    return loaded.events.filter(pl.col("category") == "cpu_op").select("rank", "name").rows()
+
+
+def sources(loaded: Run) -> dict[str, tuple[int, str]]:
+    return {
+        Path(path).name: (rank, source)
+        for rank, path, source in loaded.ranks.select("rank", "path", "rank_source").rows()
+    }
+
+
+def reported(loaded: Run, what: str) -> pl.DataFrame:
+    return loaded.report.filter(pl.col("what") == what)
+
+
+def assert_same(one: Run, other: Run) -> None:
+    assert one.events.equals(other.events)
+    assert one.ranks.equals(other.ranks)
+    assert one.report.equals(other.report)
+    assert one.metadata == other.metadata
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_ranks_is_one_run(folder: Path) -> None:
+    write(folder / "b.json.gz", "x", rank=0, world_size=2)
+    write(folder / "a.json", "y", "z", rank=1, world_size=2)
+    loaded = load_run(folder)
+    assert names_of(loaded) == [(0, "x"), (1, "y"), (1, "z")]
+    assert EVENTS.check(loaded.events).columns == list(EVENTS.columns)
+    assert loaded.ranks.drop("path", "bytes").rows() == [
+        (0, "distributedInfo", 2, 3, 2, 1, 10_000, 51_000, [3]),
+        (1, "distributedInfo", 2, 4, 3, 1, 10_000, 51_000, [3]),
+    ]
+    assert loaded.ranks["bytes"].to_list() == [(folder / name).stat().st_size for name in ("b.json.gz", "a.json")]
+    assert loaded.metadata[1]["distributedInfo"] == {"rank": 1, "world_size": 2}
+    assert loaded.report.select("rank", "what", "count").rows() == [(0, "dropped s ac2g", 1), (1, "dropped s ac2g", 1)]
+
+
+def test_one_file_is_a_run_of_one_rank(folder: Path) -> None:
+    loaded = load_run(write(folder / "trace.anything", "x"))
+    assert names_of(loaded) == [(0, "x")]
+    assert sources(loaded) == {"trace.anything": (0, "order")}
+
+
+def test_the_file_itself_outranks_its_name_and_the_name_its_place(folder: Path) -> None:
+    write(folder / "rank-7.json", "x", rank=2)
+    write(folder / "host_rank_5.pt.trace.json", "x")
+    write(folder / "another.json", "x")
+    write(folder / "more.json", "x")
+    loaded = load_run(folder)
+    assert sources(loaded) == {
+        "another.json": (0, "order"),
+        "more.json": (1, "order"),
+        "rank-7.json": (2, "distributedInfo"),
+        "host_rank_5.pt.trace.json": (5, "file name"),
+    }
+    assert reported(loaded, "rank").select("rank", "reason").rows() == [
+        (0, "the file names no rank: 0 is from its order"),
+        (1, "the file names no rank: 1 is from its order"),
+        (5, "the file names no rank: 5 is from its file name"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("rank-70.Mar_25_20_48_12.2861.pt.trace.json.gz", 70),
+        ("rank_0.trace.json", 0),
+        ("rank3_iter16_18.json", 3),
+        ("worker2_step_12.1694128201554.pt.trace.json", 2),
+        ("profile_trace_rank_11.json", 11),
+        ("Rank.4.json", 4),
+        ("frank9.json", None),
+        ("ip-172-31-16-248_29220.1698955894936168439.pt.trace.json", None),
+        ("rank99999999999.json", None),
+    ],
+)
+def test_a_rank_in_a_file_name(name: str, rank: int | None) -> None:
+    assert run._rank_in_name(name) == rank
+
+
+def test_files_without_a_rank_are_numbered_as_a_person_counts(folder: Path) -> None:
+    for i in (10, 9, 1):
+        write(folder / f"gpu{i}.json", f"op{i}")
+    assert names_of(load_run(folder)) == [(0, "op1"), (1, "op9"), (2, "op10")]
+
+
+def test_two_files_of_one_rank_are_an_error_that_names_both(folder: Path) -> None:
+    write(folder / "a.json", "x", rank=1)
+    write(folder / "rank1.json", "x")
+    with pytest.raises(
+        RunError, match=r"a\.json \(distributedInfo\) and .*rank1\.json \(file name\) both claim rank 1"
+    ):
+        load_run(folder)
+
+
+def test_ranks_that_the_files_speak_of_but_are_not_there(folder: Path) -> None:
+    write(folder / "a.json", "x", rank=3, world_size=8)
+    assert reported(load_run(folder), "missing ranks")["count"].to_list() == [7]
+
+
+# --- what is not read -------------------------------------------------------------------------------------------------
+
+
+def test_other_files_are_named_in_the_report(folder: Path) -> None:
+    write(folder / "rank0.json", "x", rank=0)
+    (folder / "et.json").write_text('{"schema": "1.1.1", "pid": 1, "nodes": []}')
+    (folder / "config.json").write_text('{"tp": 4}')
+    (folder / "notes.txt").write_text("slow today")
+    (folder / "._rank0.json").write_text("a file system's own")
+    (folder / "deeper").mkdir()
+    write(folder / "deeper" / "rank1.json", "y", rank=1)
+    loaded = load_run(folder)
+    assert names_of(loaded) == [(0, "x")]
+    skipped = {Path(path).name: reason for path, reason in reported(loaded, "not read").select("path", "reason").rows()}
+    assert skipped.keys() == {"et.json", "config.json", "notes.txt", "._rank0.json"}
+    assert "lumos_nb.traces.execution_trace" in skipped["et.json"]
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="nowhere does not exist"):
+        load_run(tmp_path / "nowhere")
+
+
+def test_a_folder_without_traces(folder: Path) -> None:
+    with pytest.raises(RunError, match="it is empty"):
+        load_run(folder)
+    (folder / "config.json").write_text('{"tp": 4}')
+    with pytest.raises(RunError, match=r"config\.json: .*no profiler trace"):
+        load_run(folder)
+
+
+def test_one_file_of_another_format_is_an_error(folder: Path) -> None:
+    (folder / "et.json").write_text('{"schema": "1.1.1", "pid": 1, "nodes": []}')
+    with pytest.raises(UnsupportedFormat, match="execution_trace"):
+        load_run(folder / "et.json")
+
+
+def test_a_damaged_rank_is_an_error_even_in_a_folder(folder: Path) -> None:
+    write(folder / "rank0.json", "x")
+    (folder / "rank1.json").write_bytes(b"")
+    with pytest.raises(TraceError, match=r"rank1\.json is empty"):
+        load_run(folder)
+
+
+def test_a_truncated_rank_is_read_as_far_as_it_goes_and_reported(folder: Path) -> None:
+    path = write(folder / "rank0.json", "x", "y")
+    path.write_bytes(path.read_bytes()[:-100])
+    loaded = load_run(folder)
+    assert names_of(loaded) == [(0, "x"), (0, "y")]
+    assert reported(loaded, "truncated").height == 1
+
+
+# --- cache ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that were parsed, not taken from the cache."""
+    parsed: list[str] = []
+    read_kineto = run.read_kineto
+
+    def counting(path: Path) -> Any:
+        parsed.append(path.name)
+        return read_kineto(path)
+
+    monkeypatch.setattr(run, "read_kineto", counting)
+    return parsed
+
+
+def test_a_second_load_comes_from_the_cache_and_is_the_same(folder: Path, cache_folder: Path, reads: list[str]) -> None:
+    write(folder / "rank0.json", "x", big=2**70, note='é "')
+    write(folder / "rank1.json.gz", "y", rank=1)
+    first, second = load_run(folder), load_run(folder)
+    assert_same(first, second)
+    assert reads == ["rank0.json", "rank1.json.gz"]
+    assert len(list(cache_folder.iterdir())) == 2
+
+
+def test_the_cache_goes_by_content_not_by_name_or_place(folder: Path, reads: list[str]) -> None:
+    path = write(folder / "rank0.json", "x")
+    load_run(folder)
+    path.rename(folder / "rank4.json")
+    assert names_of(load_run(folder)) == [(4, "x")]
+    assert reads == ["rank0.json"]
+    write(folder / "rank4.json", "y")
+    assert names_of(load_run(folder)) == [(4, "y")]
+    assert reads == ["rank0.json", "rank4.json"]
+
+
+def test_another_version_of_the_parser_reads_again(
+    folder: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder / "rank0.json", "x")
+    load_run(folder)
+    monkeypatch.setattr(cache, "PARSER_VERSION", cache.PARSER_VERSION + 1)
+    load_run(folder)
+    assert len(reads) == 2
+
+
+def test_without_cache_nothing_is_written(folder: Path, cache_folder: Path, reads: list[str]) -> None:
+    write(folder / "rank0.json", "x")
+    load_run(folder, cache=False)
+    load_run(folder, cache=False)
+    assert len(reads) == 2
+    assert not cache_folder.exists()
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "empty", "another table", "rows missing"])
+def test_a_damaged_cache_is_read_again_reported_and_mended(
+    folder: Path, cache_folder: Path, reads: list[str], damage: str
+) -> None:
+    write(folder / "rank0.json", "x", "y")
+    first = load_run(folder)
+    [entry] = cache_folder.iterdir()
+    if damage == "another table":
+        pl.DataFrame({"a": [1]}).write_parquet(entry)
+    elif damage == "rows missing":
+        metadata = pl.read_parquet_metadata(entry)
+        pl.read_parquet(entry).head(1).write_parquet(entry, metadata={"lumos_nb": metadata["lumos_nb"]})
+    else:
+        entry.write_bytes({"garbage": b"?" * 500, "cut": entry.read_bytes()[:-300], "empty": b""}[damage])
+    second = load_run(folder)
+    assert second.events.equals(first.events)
+    assert len(reads) == 2
+    assert reported(second, "cache").height == 1
+    assert_same(load_run(folder), first)
+    assert len(reads) == 2
+
+
+def test_a_write_that_fails_leaves_nothing_behind(
+    folder: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    write(folder / "rank0.json", "x")
+    monkeypatch.setattr(pl.DataFrame, "write_parquet", full)
+    loaded = load_run(folder)
+    assert names_of(loaded) == [(0, "x")]
+    assert "No space left" in reported(loaded, "cache")["reason"][0]
+    assert list(cache_folder.iterdir()) == []
+
+
+@pytest.fixture
+def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder, where the package's own variable is not set."""
+    monkeypatch.delenv(cache.CACHE_ENV)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    return tmp_path / "xdg" / "lumos_nb"
+
+
+def test_the_cache_lies_beside_the_files_of_a_folder_of_ones_own(folder: Path, user_cache: Path) -> None:
+    write(folder / "rank0.json", "x")
+    load_run(folder)
+    load_run(folder)
+    beside = sorted(path.name for path in (folder / ".lumos_cache").iterdir())
+    assert beside[0] == ".gitignore"
+    assert len(beside) == 2
+    assert not user_cache.exists()
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o777], ids=["read-only, also to root", "writable by anybody"])
+def test_a_folder_that_is_not_ones_own_stays_as_it_is(folder: Path, user_cache: Path, mode: int) -> None:
+    write(folder / "rank0.json", "x")
+    folder.chmod(mode)
+    try:
+        load_run(folder)
+    finally:
+        folder.chmod(0o755)
+    assert [path.name for path in folder.iterdir()] == ["rank0.json"]
+    assert len(list(user_cache.iterdir())) == 1
+
+
+def test_a_folder_of_another_user_is_not_ones_own(
+    folder: Path, user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert cache.cache_folder(folder) == user_cache
+
+
+# --- executors --------------------------------------------------------------------------------------------------------
+
+
+def processes() -> Executor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def threads() -> Executor:
+    return ThreadPoolExecutor(2)
+
+
+@pytest.mark.parametrize("workers", [processes, threads])
+@pytest.mark.parametrize("cached", [True, False])
+def test_an_executor_gives_the_same_run(folder: Path, workers: Any, cached: bool) -> None:
+    write(folder / "rank0.json", "x")
+    write(folder / "rank1.json", "y", "z")
+    (folder / "config.json").write_text("{}")
+    alone = load_run(folder, cache=False)
+    with workers() as executor:
+        assert_same(load_run(folder, executor=executor, cache=cached), alone)
+        assert_same(load_run(folder, executor=executor, cache=cached), alone)
+
+
+def test_an_error_in_a_worker_is_the_same_error(folder: Path) -> None:
+    (folder / "rank1.json").write_bytes(b"")
+    with threads() as executor, pytest.raises(TraceError, match=r"rank1\.json is empty"):
+        load_run(folder, executor=executor)
+
+
+# --- what a person sees -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_shows_its_ranks_in_text_and_escaped_in_html(folder: Path) -> None:
+    write(folder / "rank0.<b>.json", "x")
+    write(folder / "rank1.json", "y", "z")
+    loaded = load_run(folder)
+    assert repr(loaded).startswith("Run of 2 ranks: 5 events, 2 dropped")
+    assert "rank1.json" in repr(loaded)
+    html = loaded._repr_html_()
+    assert "rank0.&lt;b&gt;.json" in html
+    assert "<b>" not in html
+
+
+def test_a_run_of_a_trace_without_events_can_be_shown(folder: Path) -> None:
+    (folder / "rank0.json").write_text('{"traceEvents": []}')
+    loaded = load_run(folder)
+    assert loaded.events.is_empty()
+    assert "Run of 1 rank: 0 events" in repr(loaded)
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+
+def snapshot(folder: Path) -> list[tuple[str, int, int]]:
+    return sorted((path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "kept"),
+    [
+        ("torchrec/sst_long_a2a_optimizer_2", [0, 1, 2, 3], 27163),
+        ("torchrec/resnet18", [0, 1], 8683),
+        ("hta/cpu_only", [34], 15),
+        ("hta/large_integer_trace", [70], 2),
+        ("hta/execution_trace", [0], 55),
+    ],
+)
+def test_real_folders(traces: Path, user_cache: Path, name: str, ranks: list[int], kept: int) -> None:
+    before = snapshot(traces / name)
+    loaded = load_run(traces / name)
+    assert loaded.ranks["rank"].to_list() == ranks
+    assert len(loaded.events) == loaded.ranks["kept"].sum() == kept
+    dropped = loaded.report.filter(pl.col("what").str.starts_with("dropped"))["count"].sum()
+    assert dropped == loaded.ranks["dropped"].sum() == loaded.ranks["events"].sum() - kept
+    assert_same(load_run(traces / name), loaded)
+    assert snapshot(traces / name) == before
+    assert len(list(user_cache.iterdir())) == len(ranks)
