@@ -1,7 +1,7 @@
 """Compiled passes over a plan's in-edges: order, longest path, slack, path.
 
-Positions are topological: the in-edges `ptr[v]:ptr[v + 1]` of op v come from ops before v.
-Times count from the replay's 0.
+Positions are topological: the in-edges `ptr[v]:ptr[v + 1]` of op v come from ops before v. Times count from the
+replay's 0. What indexes in an inner loop is unsigned, so that numba needs no code for negative indices.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lumos_nb._jit import jit
 
 Bools = npt.NDArray[np.bool_]
 Int32s = npt.NDArray[np.int32]
+UInt32s = npt.NDArray[np.uint32]
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
@@ -40,19 +41,19 @@ def order_by(key: Int32s, order: Int32s, n_keys: int) -> Int32s:
     return out
 
 
-@jit("int32[::1](int32[::1], int64)")
-def offsets(key: Int32s, n_keys: int) -> Int32s:
+@jit("uint32[::1](int32[::1], int64)")
+def offsets(key: Int32s, n_keys: int) -> UInt32s:
     """Where each key's stretch begins once sorted: (n_keys + 1,)."""
-    ptr = np.zeros(n_keys + 1, np.int32)
+    ptr = np.zeros(n_keys + 1, np.uint32)
     for k in key:
-        ptr[k + 1] += 1
+        ptr[k + 1] += np.uint32(1)
     for k in range(n_keys):
         ptr[k + 1] += ptr[k]
     return ptr
 
 
-@jit("int32[::1](int32[::1], int32[::1])")
-def topological(out_ptr: Int32s, out_dst: Int32s) -> Int32s:
+@jit("int32[::1](uint32[::1], int32[::1])")
+def topological(out_ptr: UInt32s, out_dst: Int32s) -> Int32s:
     """Kahn's order, always the lowest row that is ready; it is shorter than the graph if there is a cycle."""
     n = out_ptr.size - 1
     missing = np.zeros(n, np.int32)
@@ -73,8 +74,8 @@ def topological(out_ptr: Int32s, out_dst: Int32s) -> Int32s:
     return order[:done].copy()
 
 
-@jit("int64[::1](int32[::1], int64[::1], bool_[::1], int64[::1])")
-def lags_after_end(src: Int32s, lag: Int64s, from_start: Bools, dur: Int64s) -> Int64s:
+@jit("int64[::1](uint32[::1], int64[::1], bool_[::1], int64[::1])")
+def lags_after_end(src: UInt32s, lag: Int64s, from_start: Bools, dur: Int64s) -> Int64s:
     """Lag of every in-edge counted from the end of its source: negative where it counts from the start of a long op."""
     after = np.empty_like(lag)
     for e in range(lag.size):
@@ -82,20 +83,26 @@ def lags_after_end(src: Int32s, lag: Int64s, from_start: Bools, dur: Int64s) -> 
     return after
 
 
-@jit("int64[::1](int32[::1], int32[::1], int64[::1], int64[::1])")
-def ends(ptr: Int32s, src: Int32s, after: Int64s, dur: Int64s) -> Int64s:
-    """Earliest end of every op: the longest path to it, in one pass."""
-    end = np.empty_like(dur)
+@jit("void(uint32[::1], uint32[::1], int64[::1], int64[::1], int64[::1])")
+def earliest_ends(ptr: UInt32s, src: UInt32s, after: Int64s, dur: Int64s, end: Int64s) -> None:
+    """Fill `end` with the earliest end of every op: the longest path to it, in one pass."""
+    one = np.uint32(1)
     for v in range(dur.size):
-        start = np.int64(0)
-        for e in range(ptr[v], ptr[v + 1]):
+        a, b = ptr[v], ptr[v + 1]
+        if a == b:
+            end[v] = dur[v]
+            continue
+        z = np.uint32(
+            b - one
+        )  # first and last in-edge without a branch: most ops have one or two, in no order to predict
+        start = max(end[src[a]] + after[a], end[src[z]] + after[z])
+        for e in range(np.uint32(a + one), z):
             start = max(start, end[src[e]] + after[e])
         end[v] = start + dur[v]
-    return end
 
 
-@jit("int64[::1](int32[::1], int32[::1], int64[::1], bool_[::1], int64[::1], int64[::1])")
-def latest_ends(ptr: Int32s, src: Int32s, after: Int64s, from_start: Bools, dur: Int64s, due: Int64s) -> Int64s:
+@jit("int64[::1](uint32[::1], uint32[::1], int64[::1], bool_[::1], int64[::1], int64[::1])")
+def latest_ends(ptr: UInt32s, src: UInt32s, after: Int64s, from_start: Bools, dur: Int64s, due: Int64s) -> Int64s:
     """Latest end to which every op could grow while each op still ends within `due`.
 
     About `NEVER` where nothing limits it. An edge that counts from an op's start limits when the op runs (as a latest
@@ -114,8 +121,8 @@ def latest_ends(ptr: Int32s, src: Int32s, after: Int64s, from_start: Bools, dur:
     return latest[:, 1].copy()
 
 
-@jit("int32[:, ::1](int32[::1], int32[::1], int64[::1], int64[::1], int64[::1], int64)")
-def path_to(ptr: Int32s, src: Int32s, after: Int64s, dur: Int64s, end: Int64s, last: int) -> Int32s:
+@jit("int32[:, ::1](uint32[::1], uint32[::1], int64[::1], int64[::1], int64[::1], int64)")
+def path_to(ptr: UInt32s, src: UInt32s, after: Int64s, dur: Int64s, end: Int64s, last: int) -> Int32s:
     """Ops on the path to `last` and the in-edge by which each was reached (-1: none), in time order: (length, 2).
 
     Of several in-edges that bind an op equally it takes the first.
@@ -157,9 +164,12 @@ def last_ops(end: Int64s, group: Int32s, row: Int32s, n_groups: int) -> Int32s:
 PLAIN, LAGGED, FROM_START = 0, 1, 2
 """Kinds of edge in a sweep: without lag, with a lag after the end of its source, or after its start."""
 
+# ptr, src, kind, lag, lag_class of edges; dur, dur_class, row, group of ops
+_SWEPT = "uint32[::1], uint32[::1], uint8[::1], int64[::1], int32[::1], int64[::1], int32[::1], uint32[::1], int32[::1]"
 
-@jit("int32[::1](int32[::1], int32[::1])")
-def recycled_rows(ptr: Int32s, src: Int32s) -> Int32s:
+
+@jit("uint32[::1](uint32[::1], uint32[::1])")
+def recycled_rows(ptr: UInt32s, src: UInt32s) -> UInt32s:
     """Row of the buffer of ends that each op uses: an op's row is taken over once its last reader has run.
 
     An op takes over the row of its first in-edge's source where it can, so that a chain stays in one row.
@@ -169,11 +179,11 @@ def recycled_rows(ptr: Int32s, src: Int32s) -> Int32s:
     for v in range(n):
         for e in range(ptr[v], ptr[v + 1]):
             reader[src[e]] = v
-    rows = np.empty(n, np.int32)
-    free = np.empty(n, np.int32)
+    rows = np.empty(n, np.uint32)
+    free = np.empty(n, np.uint32)
     n_free, n_rows = 0, 0
     for v in range(n):
-        a, b = ptr[v], ptr[v + 1]
+        a, b = np.int64(ptr[v]), np.int64(ptr[v + 1])
         if b > a and reader[src[a]] == v and (b == a + 1 or src[a + 1] != src[a]):
             rows[v] = rows[src[a]]
             reader[src[a]] = -1
@@ -195,19 +205,16 @@ def recycled_rows(ptr: Int32s, src: Int32s) -> Int32s:
     return rows
 
 
-@jit(
-    "void(int32[::1], int32[::1], uint8[::1], int64[::1], int32[::1], int64[::1], int32[::1], int32[::1], int32[::1], "
-    "float64[:, ::1], float64[:, ::1], float64[:, ::1], int32[:, ::1], uint64[:, ::1])"
-)
+@jit(f"void({_SWEPT}, float64[:, ::1], float64[:, ::1], float64[:, ::1], int32[:, ::1], uint64[:, ::1])")
 def scaled_ends(
-    ptr: Int32s,
-    src: Int32s,
+    ptr: UInt32s,
+    src: UInt32s,
     kind: Bytes,
     lag: Int64s,
     lag_class: Int32s,
     dur: Int64s,
     dur_class: Int32s,
-    row: Int32s,
+    row: UInt32s,
     group: Int32s,
     scale: Floats,
     end: Floats,
@@ -224,7 +231,7 @@ def scaled_ends(
     n_scenarios = scale.shape[1]
     x = 0
     for v in range(dur.size):
-        a, b, r = ptr[v], ptr[v + 1], row[v]
+        a, b, r = np.int64(ptr[v]), np.int64(ptr[v + 1]), row[v]
         if a == b:
             for k in range(n_scenarios):
                 end[r, k] = 0.0
@@ -277,19 +284,16 @@ def _add(time: Int64s, to_class: int, time_ns: int, word: int, plus: int, minus:
         time[to_class, 64 * word + j] += time_ns * sign
 
 
-@jit(
-    "void(int32[::1], int32[::1], uint8[::1], int64[::1], int32[::1], int64[::1], int32[::1], int32[::1], int32[::1], "
-    "uint64[:, ::1], int32[::1], int32[::1], uint64[:, ::1], uint64[:, ::1], int64[:, ::1])"
-)
+@jit(f"void({_SWEPT}, uint64[:, ::1], int32[::1], int32[::1], uint64[:, ::1], uint64[:, ::1], int64[:, ::1])")
 def path_times(
-    ptr: Int32s,
-    src: Int32s,
+    ptr: UInt32s,
+    src: UInt32s,
     kind: Bytes,
     lag: Int64s,
     lag_class: Int32s,
     dur: Int64s,
     dur_class: Int32s,
-    row: Int32s,
+    row: UInt32s,
     group: Int32s,
     won: Words,
     last: Int32s,
@@ -305,8 +309,8 @@ def path_times(
     """
     x = len(won)
     for v in range(dur.size - 1, -1, -1):
-        a, b, r = ptr[v], ptr[v + 1], row[v]
-        x -= max(b - a - 1, 0)
+        a, b, r = np.int64(ptr[v]), np.int64(ptr[v + 1]), row[v]
+        x -= max(int(b - a) - 1, 0)
         for w in range(won.shape[1]):
             p, m = plus[r, w], minus[r, w]
             plus[r, w] = minus[r, w] = 0

@@ -16,6 +16,8 @@ from lumos_nb._replay_kernels import (
     Bytes,
     Int32s,
     Int64s,
+    UInt32s,
+    earliest_ends,
     lags_after_end,
     offsets,
     order_by,
@@ -43,8 +45,8 @@ class Plan:
     """
 
     row: Int32s  # (n,) row of graph.ops at each position
-    ptr: Int32s  # (n + 1,) in-edges of position v: ptr[v] to ptr[v + 1]
-    src: Int32s  # (e,) position
+    ptr: UInt32s  # (n + 1,) in-edges of position v: ptr[v] to ptr[v + 1]
+    src: UInt32s  # (e,) position
     edge: Int32s  # (e,) row of graph.edges
     after_ns: Int64s  # (e,) lag from the end of src, at its duration
     from_start: Bools  # (e,)
@@ -78,20 +80,26 @@ class Plan:
             position[row] = np.arange(n, dtype=np.int32)
         at = position[dst]
         edge = order_by(at, by_source, n)
-        src, dur_ns = position[src][edge], ops["dur_ns"].to_numpy()[row]
+        source, dur_ns = position[src][edge].astype(np.uint32), ops["dur_ns"].to_numpy()[row]
         from_start = edges["from_start"].to_numpy()[edge]
         group, groups = _step_groups(ops)
         return cls(
             row=row,
             ptr=offsets(at, n),
-            src=src,
+            src=source,
             edge=edge,
-            after_ns=lags_after_end(src, edges["lag_ns"].to_numpy()[edge], from_start, dur_ns),
+            after_ns=lags_after_end(source, edges["lag_ns"].to_numpy()[edge], from_start, dur_ns),
             from_start=from_start,
             dur_ns=dur_ns,
             group=group[row],
             groups=groups,
         )
+
+    def ends(self) -> Int64s:
+        """End of every op (n,), from the replay's 0."""
+        end = np.empty_like(self.dur_ns)  # numpy's memory: for large arrays it faults far less than numba's
+        earliest_ends(self.ptr, self.src, self.after_ns, self.dur_ns, end)
+        return end
 
 
 def _check_ops(ops: pl.DataFrame) -> None:
@@ -200,14 +208,14 @@ class SweepPlan:
     nothing waits for, 1 the step before the last, 2 and on the last step by rank.
     """
 
-    ptr: Int32s  # (n + 1,)
-    src: Int32s  # (e,)
+    ptr: UInt32s  # (n + 1,)
+    src: UInt32s  # (e,)
     kind: Bytes  # (e,) PLAIN, LAGGED or FROM_START
     lag_ns: Int64s  # (e,)
     lag_class: Int32s  # (e,)
     dur_ns: Int64s  # (n,)
     dur_class: Int32s  # (n,)
-    row: Int32s  # (n,)
+    row: UInt32s  # (n,)
     group: Int32s  # (n,) -1: no end asked for
     classes: tuple[str, ...]
     ranks: tuple[int | None, ...]  # of groups 2 and on

@@ -15,7 +15,6 @@ from lumos_nb._replay_kernels import (
     Floats,
     Int32s,
     Int64s,
-    ends,
     last_ops,
     latest_ends,
     path_times,
@@ -106,7 +105,7 @@ def replay(graph: Graph) -> Result:
     >>> result.step_ns, result.path.tail(3), result.composition
     """
     plan = Plan.of(graph)
-    end = ends(plan.ptr, plan.src, plan.after_ns, plan.dur_ns)
+    end = plan.ends()
     origin_ns = graph.ops["start_ns"].min() or 0
     assert isinstance(origin_ns, int)
     lasts = last_ops(end, plan.group, plan.row, len(plan.groups))
@@ -291,10 +290,10 @@ def sweep_block(plan: SweepPlan, scale: Floats) -> _Block:
     words = -(-k // 64)
     padded = np.ones((len(plan.classes) + 1, 64 * words))
     padded[:-1, :k] = scale
-    n_rows = int(plan.row.max(initial=-1)) + 1
+    n_rows = int(plan.row.max(initial=0)) + 1
     latest = np.zeros((2 + len(plan.ranks), 64 * words))
     last = np.full(latest.shape, -1, np.int32)
-    later_edges = int(np.maximum(np.diff(plan.ptr) - 1, 0).sum())
+    later_edges = len(plan.src) - np.count_nonzero(np.diff(plan.ptr))
     won = np.empty((later_edges, words), np.uint64)
     graph = (
         plan.ptr,
