@@ -23,8 +23,10 @@ def nearest_encloser(start: Int64s, end: Int64s) -> Int64s:
     stack = np.empty(n, np.int64)
     depth = 0
     for i in range(n):
-        while depth > 0 and end[stack[depth - 1]] <= start[i] and not (
-            end[stack[depth - 1]] == start[i] and end[i] == start[i] and start[stack[depth - 1]] == start[i]
+        while (
+            depth > 0
+            and end[stack[depth - 1]] <= start[i]
+            and not (end[stack[depth - 1]] == start[i] and end[i] == start[i] and start[stack[depth - 1]] == start[i])
         ):
             depth -= 1
         if depth > 0:

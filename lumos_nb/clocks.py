@@ -48,7 +48,8 @@ def shift_device_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     shift = pl.when(pl.col("least") < LAUNCH_FLOOR_NS).then(LAUNCH_FLOOR_NS - pl.col("least")).otherwise(0)
     shifts = least.with_columns(shift=shift).sort("rank")
     ops = ops.join(shifts.select("rank", "shift"), on="rank", how="left", maintain_order="left").with_columns(
-        start_ns=pl.col("start_ns") + pl.when(pl.col("device").is_not_null()).then(pl.col("shift")).otherwise(0).fill_null(0)
+        start_ns=pl.col("start_ns")
+        + pl.when(pl.col("device").is_not_null()).then(pl.col("shift")).otherwise(0).fill_null(0)
     )
     report = shifts.filter(pl.col("shift") > 0).select(
         what=pl.lit("device clock shifted"), rank="rank", count=pl.col("early").cast(pl.Int64), time_ns="shift",
@@ -64,7 +65,9 @@ def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
     window, since ranks lose different numbers at its start. A rank that lost some at its end is shifted until the ends of
     its collectives keep the steadiest distance from those of the rank that has most.
     """
-    comm = ops.filter(pl.col("kind") == "comm").select("op_id", "rank", "collective", "group", "comm_seq", "start_ns", "dur_ns")
+    comm = ops.filter(pl.col("kind") == "comm").select(
+        "op_id", "rank", "collective", "group", "comm_seq", "start_ns", "dur_ns"
+    )
     comm = comm.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"), number=pl.lit(None, pl.Int64))
     numbered = []
     for part in comm.partition_by("group", "collective", maintain_order=True):
@@ -119,7 +122,11 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         ends = symmetric
     first = pl.lit(ends["rank"].min(), pl.Int32)
     base = ends.filter(pl.col("rank") == first).select("match", base_ns="end_ns")
-    apart = ends.filter(pl.col("rank") != first).join(base, on="match").with_columns(apart=pl.col("end_ns") - pl.col("base_ns"))
+    apart = (
+        ends.filter(pl.col("rank") != first)
+        .join(base, on="match")
+        .with_columns(apart=pl.col("end_ns") - pl.col("base_ns"))
+    )
     offsets = apart.group_by("rank").agg(
         offset=pl.col("apart").median().round().cast(pl.Int64),
         residual=(pl.col("apart") - pl.col("apart").median()).abs().median().cast(pl.Int64),

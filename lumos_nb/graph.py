@@ -79,7 +79,11 @@ class Recording:
         if (device := work.filter(pl.col("device").is_not_null())).height:
             work = device
         first = self.ops["step"].min()
-        ends = work.group_by(pl.col("step").fill_null(pl.lit(first, pl.Int32) - 1)).agg(pl.col("end_ns").max()).sort("step")
+        ends = (
+            work.group_by(pl.col("step").fill_null(pl.lit(first, pl.Int32) - 1))
+            .agg(pl.col("end_ns").max())
+            .sort("step")
+        )
         profiled = work.filter(pl.col("step").is_not_null() & (pl.col("step") > -1))["step"]
         times = ends.with_columns(end_ns=pl.col("end_ns").cum_max()).with_columns(start_ns=pl.col("end_ns").shift(1))
         return times.filter(pl.col("start_ns").is_not_null()).select(
@@ -97,7 +101,7 @@ class Recording:
         return int(chosen.sort("step_ns")["step"][chosen.height // 2])
 
 
-def build_graph(run: Run | Recording, step: int | None = None) -> Graph:
+def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | None = None) -> Graph:
     """Ops and edges of one step over all ranks, as it was measured.
 
     Parameters
@@ -106,6 +110,9 @@ def build_graph(run: Run | Recording, step: int | None = None) -> Graph:
         A run, or its `Recording` if graphs of several steps are wanted.
     step
         The step's number as the profiler gave it; None takes the one of median length, not the first or the last.
+    unseen
+        A step whose times must not serve as evidence for waits that the trace does not name: by default `step` itself. To
+        predict one step from others, build theirs with that step unseen too.
 
     Returns
     -------
@@ -127,8 +134,10 @@ def build_graph(run: Run | Recording, step: int | None = None) -> Graph:
     here = recording.ops.filter(pl.col("step") == step)
     known = recording.step_times()
     if step not in known["step"]:
-        raise GraphError(f"step {step} is not in the recording or has no known beginning; choose one of {known['step'].to_list()}.")
-    waits = find_waits(recording.ops, recording.records, step)
+        raise GraphError(
+            f"step {step} is not in the recording or has no known beginning; choose one of {known['step'].to_list()}."
+        )
+    waits = find_waits(recording.ops, recording.records, step, step if unseen is None else unseen)
     sizes = rules.queue_size(recording.ops, cuda=_is_cuda(recording.ops))
     queue = rules.launch_queue(recording.ops, sizes, step)
     rows, edges, notes = _rows_and_edges(recording, here, waits, queue, step)
@@ -151,6 +160,7 @@ def _rows_and_edges(
     hosts, engine_edges = rules.engine(hosts)
     streams = lanes.stream_rows(here.filter(on_stream), waits, calls)
     joins = lanes.join_rows(streams)
+    streams, estimated = lanes.absent_peers(streams, joins, lanes.usual_transfers(recording.ops), recording.world_size)
     begun = recording.ops.filter(on_stream & (pl.col("step").fill_null(step - 1) < step))
     last_ends = begun.group_by("rank").agg((pl.col("start_ns") + pl.col("dur_ns")).max().alias("end_ns"))["end_ns"]
     origin_ns = min(v for v in (hosts["from_ns"].min(), last_ends.min()) if v is not None)
@@ -174,8 +184,18 @@ def _rows_and_edges(
     blocked = rows.filter("blocks" if rows["blocks"].dtype == pl.Boolean else pl.lit(value=False)).select(dst="id")
     sound = (pl.col("rule") != "sync") | pl.col("dst").is_in(blocked["dst"].implode())
     ids = rows["id"].implode()
-    edges = edges.filter(sound & pl.col("src").is_in(ids) & pl.col("dst").is_in(ids)).unique(["src", "dst"], keep="first", maintain_order=True)
-    return rows, edges, []
+    edges = edges.filter(sound & pl.col("src").is_in(ids) & pl.col("dst").is_in(ids)).unique(
+        ["src", "dst"], keep="first", maintain_order=True
+    )
+    return rows, edges, [_estimates(streams, estimated)]
+
+
+def _estimates(streams: pl.DataFrame, estimated: pl.DataFrame) -> pl.DataFrame:
+    comm = streams.join(estimated, on="id", how="semi")
+    return comm.group_by("rank", maintain_order=True).agg(count=pl.len().cast(pl.Int64), time_ns=pl.col("dur_ns").sum()).select(
+        what=pl.lit("transfers estimated"), rank="rank", count="count", time_ns="time_ns",
+        detail=pl.lit("their other ranks have no trace: the low quantile of equal calls; the rest of their time is a wait of its own"),
+    )  # fmt: skip
 
 
 def _evidence(edges: pl.DataFrame) -> pl.DataFrame:
@@ -197,5 +217,7 @@ def _finished(rows: pl.DataFrame, edges: pl.DataFrame, step: int, report: pl.Dat
         number, left_on="dst", right_on="id", suffix="_dst", maintain_order="left"
     )
     edges = edges.with_columns(src="op_id", dst="op_id_dst")
-    ops = numbered.with_columns(phase=pl.col("phase").fill_null("other")).select(*(pl.col(c).cast(t) for c, t in OPS.columns.items()), *KEPT)
+    ops = numbered.with_columns(phase=pl.col("phase").fill_null("other")).select(
+        *(pl.col(c).cast(t) for c, t in OPS.columns.items()), *KEPT
+    )
     return Graph(OPS.check(ops), EDGES.check(edges).select(list(EDGES.columns)), step, report)

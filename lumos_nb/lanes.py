@@ -6,19 +6,32 @@ import polars as pl
 
 from lumos_nb.schema import DEVICE_KINDS
 
-OWN, BLOCKED, WAIT_POINT, RECORD_POINT, ARRIVAL, DELAY, BACKLOG, ENGINE_RETURN = range(8)
-"""Roles of the rows that one raw op becomes: row id = 8 x raw op id + role. Joins have ids below 0, leads far below."""
+ROLES = OWN, BLOCKED, WAIT_POINT, RECORD_POINT, ARRIVAL, DELAY, BACKLOG, ENGINE_RETURN, ABSENT_PEERS = tuple(range(9))
+"""Roles of the rows that one raw op becomes: row id = 9 x raw op id + role. Joins have ids below 0, leads far below."""
 
 LEAD_ID = -(1 << 40)
 
 BLOCKING_CALLS = ("sync_stream", "sync_event", "sync_device", "free", "wait_comm")
 
-NO_PARTNER = "waiting for ranks without a trace"
+ABSENT = "waiting for ranks without a trace"
+
+TRANSFER_QUANTILE = 0.1
+"""Where ranks are missing, the transfer of a collective is this quantile of the equal calls of its rank."""
 
 
 def row_id(raw: str, role: int) -> pl.Expr:
     """Id of the row that raw op `raw` becomes in `role`."""
-    return pl.col(raw) * 8 + role
+    return pl.col(raw) * len(ROLES) + role
+
+
+def in_role(id_column: str, role: int) -> pl.Expr:
+    """Id of the row that the same raw op becomes in another role."""
+    return pl.col(id_column) // len(ROLES) * len(ROLES) + role
+
+
+def has_role(role: int) -> pl.Expr:
+    """Whether a row, by its `id`, is its raw op's in that role."""
+    return (pl.col("id") >= 0) & (pl.col("id") % len(ROLES) == role)
 
 
 def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series) -> pl.DataFrame:
@@ -27,7 +40,11 @@ def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series) -> 
     A blocking call is one row, all of whose time is waiting until `measure` finds what remains; a copy that blocks is two,
     its issue and its wait. A launch in `full_queue` (raw op ids) waited for room in the launch queue.
     """
-    typical = ops.filter(pl.col("kind") == "launch").group_by("rank", "call_name").agg(typical_ns=pl.col("dur_ns").median().cast(pl.Int64))
+    typical = (
+        ops.filter(pl.col("kind") == "launch")
+        .group_by("rank", "call_name")
+        .agg(typical_ns=pl.col("dur_ns").median().cast(pl.Int64))
+    )
     ops = ops.join(typical, on=["rank", "call_name"], how="left")
     awaited = waits.filter(pl.col("lane").is_null())["op_id"].unique()
     host_wait = pl.col("op_id").is_in(awaited.implode())
@@ -50,7 +67,11 @@ def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series) -> 
         from_ns=pl.when(issue).then(pl.col("from_ns") + short).otherwise("from_ns"),
         blocks=pl.lit(value=True),
     )
-    return pl.concat([plain, blocked]).drop("typical_ns").sort("rank", "lane", "from_ns", "to_ns", "id", maintain_order=True)
+    return (
+        pl.concat([plain, blocked])
+        .drop("typical_ns")
+        .sort("rank", "lane", "from_ns", "to_ns", "id", maintain_order=True)
+    )
 
 
 def stream_rows(ops: pl.DataFrame, waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
@@ -73,7 +94,9 @@ def stream_rows(ops: pl.DataFrame, waits: pl.DataFrame, calls: pl.DataFrame) -> 
     before = work.select("rank", "lane", "issue_ns", before="place").sort("issue_ns")
     points = points.sort("issue_ns").join_asof(before, on="issue_ns", by=["rank", "lane"], check_sortedness=False)
     points = points.with_columns(place=pl.col("before").fill_null(-1.0) + 0.5).drop("before")
-    return pl.concat([work, arrivals, points], how="diagonal_relaxed").sort("rank", "lane", "place", "issue_ns", "id", maintain_order=True)
+    return pl.concat([work, arrivals, points], how="diagonal_relaxed").sort(
+        "rank", "lane", "place", "issue_ns", "id", maintain_order=True
+    )
 
 
 def _event_points(waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
@@ -95,6 +118,48 @@ def _event_points(waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
 
 
+def absent_peers(
+    streams: pl.DataFrame, joins: pl.DataFrame, transfers: pl.DataFrame, world_size: int
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Rows of the streams where collectives lack ranks: an explicit wait for them, then an estimated transfer.
+
+    Returns the rows, and the ids of the transfers so estimated. A group of unknown size is taken to be all ranks.
+    """
+    whole = joins.select("match", "members")
+    comm = (
+        streams.filter(pl.col("kind") == "comm")
+        .join(whole, on="match", how="left")
+        .join(transfers, on="op_id", how="left")
+    )
+    size = pl.coalesce("group_size", pl.when(pl.col("peer").is_not_null()).then(2), pl.lit(world_size, pl.Int32))
+    partial = comm.filter(pl.col("members").fill_null(1) < size).with_columns(
+        transfer_ns=pl.min_horizontal("dur_ns", "transfer_ns")
+    ).with_columns(begin_ns=pl.col("to_ns") - pl.col("transfer_ns"))  # fmt: skip
+    cut = streams.join(partial.select("id", "begin_ns"), on="id", how="left", maintain_order="left").with_columns(
+        from_ns=pl.coalesce("begin_ns", "from_ns"), start_ns=pl.coalesce("begin_ns", "start_ns"),
+        dur_ns=pl.col("to_ns") - pl.coalesce("begin_ns", "from_ns"), blocks=pl.col("blocks") & pl.col("begin_ns").is_null(),
+    )  # fmt: skip
+    waiting = partial.with_columns(
+        id=in_role("id", ABSENT_PEERS), kind=pl.lit("unexplained"), name=pl.lit(ABSENT), to_ns="begin_ns", blocks=pl.lit(value=False),
+        dur_ns=pl.col("begin_ns") - pl.col("from_ns"), place=pl.col("place") - 0.05,
+    )  # fmt: skip
+    rows = pl.concat([cut.drop("begin_ns"), waiting.select(streams.columns)])
+    return rows.sort("rank", "lane", "place", "issue_ns", "id", maintain_order=True), partial.select("id")
+
+
+def usual_transfers(ops: pl.DataFrame) -> pl.DataFrame:
+    """`op_id`, `transfer_ns`: the low quantile of the equal communication calls of the same rank, in all steps."""
+    comm = ops.filter(pl.col("kind") == "comm")
+    size = pl.coalesce(pl.col("comm_bytes").cast(pl.String), "shapes", pl.format("{}/{}", "site", "nth"))
+    return comm.select(
+        "op_id",
+        transfer_ns=pl.col("dur_ns")
+        .quantile(TRANSFER_QUANTILE, "lower")
+        .over("rank", "collective", "group", size)
+        .cast(pl.Int64),
+    )
+
+
 def join_rows(streams: pl.DataFrame) -> pl.DataFrame:
     """One zero-length row a matched collective: the point at which all its ranks have arrived."""
     comm = streams.filter((pl.col("kind") == "comm") & pl.col("match").is_not_null() & ~is_send())
@@ -103,7 +168,7 @@ def join_rows(streams: pl.DataFrame) -> pl.DataFrame:
         pl.col("phase").first(), members=pl.len(),
     )  # fmt: skip
     return shared.filter(pl.col("members") > 1).select(
-        "rank", "step", "collective", "group", "phase", "match", id=-1 - pl.col("match"), lane=pl.lit("net"), kind=pl.lit("join"),
+        "rank", "step", "collective", "group", "phase", "match", "members", id=-1 - pl.col("match"), lane=pl.lit("net"), kind=pl.lit("join"),
         name=pl.format("{} of {} ranks", "collective", "members"), start_ns="from_ns", from_ns="from_ns", to_ns="from_ns",
         dur_ns=pl.lit(0, pl.Int64), blocks=pl.lit(value=True),
     )  # fmt: skip

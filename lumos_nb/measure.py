@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from lumos_nb._jit import jit
 from lumos_nb._replay_kernels import offsets, order_by, topological
 from lumos_nb.errors import GraphError
-from lumos_nb.lanes import DELAY
+from lumos_nb.lanes import DELAY, in_role
 from lumos_nb.schema import DEVICE_KINDS
 
 MIN_DELAY_NS = 3_000
@@ -22,8 +22,14 @@ LATENCY_RULES = ("launch", "stream", "queue")
 """Rules whose edges carry a latency of the hardware: it belongs to the edge, not to a delay."""
 
 
-@jit("void(int32[::1], int32[::1], int64[::1], int64[::1], bool_[::1])")
-def _settle(ptr: NDArray[np.int32], src: NDArray[np.int32], start: NDArray[np.int64], end: NDArray[np.int64], blocks: NDArray[np.bool_]) -> None:
+@jit("void(uint32[::1], int32[::1], int64[::1], int64[::1], bool_[::1])")
+def _settle(
+    ptr: NDArray[np.uint32],
+    src: NDArray[np.int32],
+    start: NDArray[np.int64],
+    end: NDArray[np.int64],
+    blocks: NDArray[np.bool_],
+) -> None:
     """Move the start of every row that waits to the end of what it waited for; a row of no length moves as a whole."""
     for v in range(start.size):
         if not blocks[v]:
@@ -69,7 +75,11 @@ def settle(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     n = rows.height
     by_dst = order_by(dst, np.arange(dst.size, dtype=np.int32), n)
     start = rows.select(pl.when("blocks").then("from_ns").otherwise("start_ns")).to_series().to_numpy(writable=True)
-    end = rows.select(pl.when("blocks").then("to_ns").otherwise(pl.col("start_ns") + pl.col("dur_ns"))).to_series().to_numpy(writable=True)
+    end = (
+        rows.select(pl.when("blocks").then("to_ns").otherwise(pl.col("start_ns") + pl.col("dur_ns")))
+        .to_series()
+        .to_numpy(writable=True)
+    )
     _settle(offsets(dst, n), src[by_dst], start, end, rows["blocks"].to_numpy(writable=True))
     return rows.with_columns(start_ns=pl.Series(start), dur_ns=pl.Series(end - start))
 
@@ -81,8 +91,12 @@ def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.
     that did not bind, at most the usual. Delays are rows of kind `unexplained` on the lane of the row that they hold up.
     """
     about = rows.select("id", "start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
-    timed = edges.join(about.rename({"id": "src", "start_ns": "src_start_ns", "end_ns": "src_end_ns"}), on="src", maintain_order="left")
-    timed = timed.join(rows.select(dst="id", dst_start_ns="start_ns", rank="rank", dst_kind="kind"), on="dst", maintain_order="left")
+    timed = edges.join(
+        about.rename({"id": "src", "start_ns": "src_start_ns", "end_ns": "src_end_ns"}), on="src", maintain_order="left"
+    )
+    timed = timed.join(
+        rows.select(dst="id", dst_start_ns="start_ns", rank="rank", dst_kind="kind"), on="dst", maintain_order="left"
+    )
     early = (pl.col("rule") == "launch") & (pl.col("dst_start_ns") < pl.col("src_end_ns"))
     timed = timed.with_columns(
         from_start=early,
@@ -94,12 +108,24 @@ def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.
         most_ns=pl.col("apart_ns").quantile(USUAL, "lower").cast(pl.Int64), usual_ns=pl.col("apart_ns").median().cast(pl.Int64)
     )  # fmt: skip
     timed = timed.join(usual, on=["rank", "rule"], how="left", maintain_order="left")
-    cap = pl.when(pl.col("from_start")).then("apart_ns").when(pl.col("binds")).then("most_ns").otherwise("usual_ns").fill_null(0)
+    cap = (
+        pl.when(pl.col("from_start"))
+        .then("apart_ns")
+        .when(pl.col("binds"))
+        .then("most_ns")
+        .otherwise("usual_ns")
+        .fill_null(0)
+    )
     lag = pl.when(pl.col("latent")).then(pl.min_horizontal("apart_ns", cap)).otherwise(0)
     timed = timed.with_columns(lag_ns=lag.clip(0)).with_columns(left_ns=pl.col("apart_ns") - pl.col("lag_ns"))
     left = timed.group_by("dst").agg(delay_ns=pl.col("left_ns").min())
     timed = timed.join(left, on="dst", maintain_order="left")
-    small = (pl.col("delay_ns") > 0) & (pl.col("delay_ns") <= MIN_DELAY_NS) & (pl.col("left_ns") == pl.col("delay_ns")) & pl.col("latent")
+    small = (
+        (pl.col("delay_ns") > 0)
+        & (pl.col("delay_ns") <= MIN_DELAY_NS)
+        & (pl.col("left_ns") == pl.col("delay_ns"))
+        & pl.col("latent")
+    )
     timed = timed.with_columns(lag_ns=pl.col("lag_ns") + pl.when(small).then("delay_ns").otherwise(0))
     return _delays(rows, timed, left.filter(pl.col("delay_ns") > MIN_DELAY_NS))
 
@@ -108,10 +134,12 @@ def _delays(rows: pl.DataFrame, edges: pl.DataFrame, delays: pl.DataFrame) -> tu
     """Put a row of kind `unexplained` before each row that is held up, and move its in-edges there."""
     held = rows.filter(pl.col("kind").is_in([*DEVICE_KINDS, "event"]) & ~pl.col("blocks"))
     held = held.join(delays, left_on="id", right_on="dst").with_columns(
-        of="id", id=(pl.col("id") // 8) * 8 + DELAY, kind=pl.lit("unexplained"), name=pl.format("delay of {}", "name"),
+        of="id", id=in_role("id", DELAY), kind=pl.lit("unexplained"), name=pl.format("delay of {}", "name"),
         start_ns=pl.col("start_ns") - pl.col("delay_ns"), dur_ns="delay_ns",
     )  # fmt: skip
-    moved = edges.join(held.select(dst="of", to="id"), on="dst", how="left", maintain_order="left").with_columns(dst=pl.coalesce("to", "dst"))
+    moved = edges.join(held.select(dst="of", to="id"), on="dst", how="left", maintain_order="left").with_columns(
+        dst=pl.coalesce("to", "dst")
+    )
     after = held.select(
         src="id", dst="of", lag_ns=pl.lit(0, pl.Int64), from_start=pl.lit(value=False), rule=pl.lit("delay"), evidence=pl.lit("exact"), hard=pl.lit(value=True)
     )  # fmt: skip

@@ -134,7 +134,9 @@ def _thread_ops(events: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
         correlation=pl.coalesce(_label_id(name), "correlation"),
     )
     calls = work.filter(pl.col("call").is_not_null()).sort("start_ns", "event_id")
-    frames = work.filter(pl.col("category").is_in(FRAME_CATEGORIES) & pl.col("call").is_null()).with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+    frames = work.filter(pl.col("category").is_in(FRAME_CATEGORIES) & pl.col("call").is_null()).with_columns(
+        end_ns=pl.col("start_ns") + pl.col("dur_ns")
+    )
     frames = frames.sort("start_ns", "end_ns", descending=[False, True], maintain_order=True)
     if calls.is_empty() and frames.is_empty():
         return pl.DataFrame()
@@ -149,7 +151,10 @@ def _thread_ops(events: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
     thread = events["thread"][0]
     rank = events["rank"][0]
     rows = rows.with_columns(
-        rank=pl.lit(rank, pl.Int32), thread=pl.lit(thread, pl.Int64), lane=pl.lit(f"cpu:{thread}"), dur_ns=pl.col("end_ns") - pl.col("start_ns")
+        rank=pl.lit(rank, pl.Int32),
+        thread=pl.lit(thread, pl.Int64),
+        lane=pl.lit(f"cpu:{thread}"),
+        dur_ns=pl.col("end_ns") - pl.col("start_ns"),
     ).sort("start_ns", "end_ns", maintain_order=True)
     following = pl.coalesce("parent", "name").shift(-1).fill_null("end of trace")
     return rows.with_columns(
@@ -238,10 +243,20 @@ def _stretches(cuts: NDArray[np.int64], calls: pl.DataFrame, frames: _Frames) ->
 
 def _describe_calls(calls: pl.DataFrame, frames: _Frames) -> pl.DataFrame:
     around = frames.at(calls["start_ns"].to_numpy(writable=True), strictly=True)
-    table = pl.concat([calls.select("start_ns", "end_ns", "name", "call", "correlation", "event_id"), around], how="horizontal")
+    table = pl.concat(
+        [calls.select("start_ns", "end_ns", "name", "call", "correlation", "event_id"), around], how="horizontal"
+    )
     site = pl.struct(pl.col("path").fill_null(0), "name").hash(2)
     kind = pl.col("call").replace_strict(
-        {"launch": "launch", "alloc": "alloc", "free": "alloc", "record": "launch", "wait_event": "launch", "elapsed": "cpu"}, default="wait"
+        {
+            "launch": "launch",
+            "alloc": "alloc",
+            "free": "alloc",
+            "record": "launch",
+            "wait_event": "launch",
+            "elapsed": "cpu",
+        },
+        default="wait",
     )
     return table.with_columns(
         kind=kind, call_name="name", site=site, phase=pl.col("phase").fill_null("other"), launch_ns="start_ns"
@@ -269,7 +284,9 @@ def _host_comm(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     """
     name = pl.col("name")
     from_end = pl.int_range(pl.len(), 0, -1).over("collective")
-    runs = events.filter((pl.col("category") == "user_annotation") & name.str.contains(HOST_COMM)).sort("start_ns", "event_id")
+    runs = events.filter((pl.col("category") == "user_annotation") & name.str.contains(HOST_COMM)).sort(
+        "start_ns", "event_id"
+    )
     runs = runs.with_columns(collective=classify(name, COMM_TYPES)).with_columns(from_end=from_end)
     issues = host.filter((pl.col("call") == "launch") & name.str.contains(COMM_LABEL)).sort("start_ns")
     issues = issues.select(
@@ -298,9 +315,23 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     ).sort("device", "stream", "start_ns", "event_id")  # fmt: skip
     device = pl.concat([device, _host_comm(events, host)], how="diagonal_relaxed")
     launches = host.filter((pl.col("call") == "launch") & pl.col("correlation").is_not_null()).select(
-        "correlation", "step", "thread", "parent", "around", "frame", "top_frame", "args", "phase", "micro_batch", "site", "call_name", "launch_ns"
+        "correlation",
+        "step",
+        "thread",
+        "parent",
+        "around",
+        "frame",
+        "top_frame",
+        "args",
+        "phase",
+        "micro_batch",
+        "site",
+        "call_name",
+        "launch_ns",
     )
-    linked = device.join(launches.unique("correlation", keep="first"), on="correlation", how="left", maintain_order="left")
+    linked = device.join(
+        launches.unique("correlation", keep="first"), on="correlation", how="left", maintain_order="left"
+    )
     return _communication(linked)
 
 

@@ -5,7 +5,20 @@ from __future__ import annotations
 import polars as pl
 
 from lumos_nb.calls import ENGINE_OPERATOR
-from lumos_nb.lanes import ARRIVAL, BACKLOG, BLOCKED, ENGINE_RETURN, OWN, RECORD_POINT, WAIT_POINT, is_send, row_id
+from lumos_nb.lanes import (
+    ABSENT_PEERS,
+    ARRIVAL,
+    BACKLOG,
+    BLOCKED,
+    ENGINE_RETURN,
+    OWN,
+    RECORD_POINT,
+    WAIT_POINT,
+    has_role,
+    in_role,
+    is_send,
+    row_id,
+)
 from lumos_nb.schema import DEVICE_KINDS
 
 PLATEAU_SHARE = 0.02
@@ -18,7 +31,9 @@ DEFAULT_QUEUE = 1024
 MIN_QUEUE = 128
 
 
-def _edges(frame: pl.DataFrame, rule: str, evidence: str | pl.Expr = "exact", *, hard: bool | pl.Expr = True) -> pl.DataFrame:
+def _edges(
+    frame: pl.DataFrame, rule: str, evidence: str | pl.Expr = "exact", *, hard: bool | pl.Expr = True
+) -> pl.DataFrame:
     shown = pl.lit(evidence) if isinstance(evidence, str) else evidence
     firm = pl.lit(hard) if isinstance(hard, bool) else hard
     return frame.select("src", "dst", rule=pl.lit(rule), evidence=shown, hard=firm).filter(
@@ -29,7 +44,9 @@ def _edges(frame: pl.DataFrame, rule: str, evidence: str | pl.Expr = "exact", *,
 def lane_order(rows: pl.DataFrame, rule: str) -> pl.DataFrame:
     """Rules 1 and 4: each row of a lane after the one before it. Order between two issuing threads is only today's."""
     lane = ["rank", "lane"]
-    pairs = rows.select(src=pl.col("id").shift(1).over(lane), dst="id", same=(pl.col("thread") == pl.col("thread").shift(1).over(lane)))
+    pairs = rows.select(
+        src=pl.col("id").shift(1).over(lane), dst="id", same=(pl.col("thread") == pl.col("thread").shift(1).over(lane))
+    )
     return _edges(pairs, rule, hard=pl.col("same").fill_null(value=True))
 
 
@@ -42,11 +59,13 @@ def first_on_lane(boundary: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
 
 def launches(hosts: pl.DataFrame, streams: pl.DataFrame) -> pl.DataFrame:
     """Rule 3: device work after the call that issued it, by correlation id; event points after their call."""
-    calls = hosts.filter((pl.col("call") == "launch") & (pl.col("id") % 8 == OWN)).select("rank", "correlation", src="id")
+    calls = hosts.filter((pl.col("call") == "launch") & has_role(OWN)).select("rank", "correlation", src="id")
     work = streams.filter(pl.col("kind").is_in(DEVICE_KINDS) & pl.col("correlation").is_not_null())
     enters = pl.when(pl.col("kind") == "comm").then(row_id("op_id", ARRIVAL)).otherwise("id")
-    work = work.select("rank", "correlation", dst=enters).join(calls.unique(["rank", "correlation"]), on=["rank", "correlation"])
-    points = streams.filter((pl.col("kind") == "event") & (pl.col("id") % 8 != ARRIVAL))
+    work = work.select("rank", "correlation", dst=enters).join(
+        calls.unique(["rank", "correlation"]), on=["rank", "correlation"]
+    )
+    points = streams.filter((pl.col("kind") == "event") & ~has_role(ARRIVAL))
     points = points.select(src=row_id("op_id", OWN), dst="id").join(hosts.select(src="id"), on="src", how="semi")
     return pl.concat([_edges(work, "launch"), _edges(points, "issue")])
 
@@ -64,10 +83,14 @@ def host_waits(waits: pl.DataFrame, streams: pl.DataFrame, backlog: pl.DataFrame
     known = pl.concat([streams.select("id"), backlog.select("id")])
     blocked = waits.filter(pl.col("lane").is_null()).with_columns(dst=row_id("op_id", BLOCKED))
     direct = _targets(blocked.filter(pl.col("target").is_not_null()), known)
-    held = pl.concat([backlog.select("rank", "lane", "issue_ns", "id"), streams.select("rank", "lane", "issue_ns", "id")])
+    held = pl.concat(
+        [backlog.select("rank", "lane", "issue_ns", "id"), streams.select("rank", "lane", "issue_ns", "id")]
+    )
     held = held.select("rank", record_lane="lane", issue_ns="issue_ns", src="id").sort("issue_ns", maintain_order=True)
-    all_of = blocked.filter(pl.col("record_lane").is_not_null()).sort("record_ns").join_asof(
-        held, left_on="record_ns", right_on="issue_ns", by=["rank", "record_lane"], check_sortedness=False
+    all_of = (
+        blocked.filter(pl.col("record_lane").is_not_null())
+        .sort("record_ns")
+        .join_asof(held, left_on="record_ns", right_on="issue_ns", by=["rank", "record_lane"], check_sortedness=False)
     )
     return pl.concat([_edges(direct, "sync", pl.col("evidence")), _edges(all_of, "sync", pl.col("evidence"))])
 
@@ -80,15 +103,20 @@ def _targets(waits: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
 
 def collectives(streams: pl.DataFrame, joins: pl.DataFrame) -> pl.DataFrame:
     """Rule 7: all arrivals -> join -> every rank's transfer; a transfer without a matched partner after its own arrival."""
-    comm = streams.filter(pl.col("kind") == "comm").with_columns(join=-1 - pl.col("match"), arrival=row_id("op_id", ARRIVAL))
+    comm = streams.filter(pl.col("kind") == "comm").with_columns(
+        join=-1 - pl.col("match"), arrival=row_id("op_id", ARRIVAL)
+    )
     joined = comm.join(joins.select(join="id"), on="join", how="semi").filter(~is_send())
     alone = comm.join(joined.select("id"), on="id", how="anti")
+    partly = streams.filter(has_role(ABSENT_PEERS))
     entering = comm.join(joins.select(join="id"), on="join", how="semi").select(src="arrival", dst="join")
     return pl.concat(
         [
             _edges(entering, "collective"),
             _edges(joined.select(src="join", dst="id"), "collective"),
             _edges(alone.select(src="arrival", dst="id"), "collective"),
+            _edges(partly.select(src="id", dst=in_role("id", OWN)), "collective"),
+            _edges(partly.join(joins.select("match", src="id"), on="match").select("src", dst="id"), "collective"),
         ]
     )
 
@@ -112,9 +140,17 @@ def queue_size(ops: pl.DataFrame, *, cuda: bool) -> dict[int, int]:
 def outstanding(ops: pl.DataFrame) -> pl.DataFrame:
     """Linked device ops in launch order: `op_id`, `rank`, `call_id` and how many are `outstanding` as each is launched."""
     work = ops.filter(pl.col("device").is_not_null() & pl.col("launch_ns").is_not_null())
-    work = work.select("op_id", "rank", "launch_ns", "step", "correlation", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
-    ends = work.select("rank", ended_ns="end_ns").sort("ended_ns").with_columns(ended=pl.col("ended_ns").rank("ordinal").over("rank"))
-    rows = work.sort("launch_ns", "op_id").join_asof(ends, left_on="launch_ns", right_on="ended_ns", by="rank", check_sortedness=False)
+    work = work.select(
+        "op_id", "rank", "launch_ns", "step", "correlation", end_ns=pl.col("start_ns") + pl.col("dur_ns")
+    )
+    ends = (
+        work.select("rank", ended_ns="end_ns")
+        .sort("ended_ns")
+        .with_columns(ended=pl.col("ended_ns").rank("ordinal").over("rank"))
+    )
+    rows = work.sort("launch_ns", "op_id").join_asof(
+        ends, left_on="launch_ns", right_on="ended_ns", by="rank", check_sortedness=False
+    )
     number = pl.int_range(pl.len()).over("rank")
     return rows.with_columns(number=number, outstanding=number - pl.col("ended").fill_null(0).cast(pl.Int64))
 
@@ -127,7 +163,9 @@ def launch_queue(ops: pl.DataFrame, sizes: dict[int, int], step: int) -> pl.Data
     work = outstanding(ops)
     size = pl.col("rank").replace_strict(sizes, default=None, return_dtype=pl.Int64)
     work = work.with_columns(size=size, room=pl.col("number") - size)
-    calls = ops.filter((pl.col("call") == "launch") & pl.col("correlation").is_not_null()).select("rank", "correlation", call_id="op_id")
+    calls = ops.filter((pl.col("call") == "launch") & pl.col("correlation").is_not_null()).select(
+        "rank", "correlation", call_id="op_id"
+    )
     earlier = work.select("rank", room="number", target="op_id")
     here = work.filter((pl.col("step") == step) & (pl.col("room") >= 0)).join(earlier, on=["rank", "room"], how="left")
     return here.join(calls.unique(["rank", "correlation"]), on=["rank", "correlation"]).select(
@@ -151,10 +189,15 @@ def engine(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     for rank in backward["rank"].unique(maintain_order=True):
         mine = hosts.filter(pl.col("rank") == rank)
         weight = mine.group_by("lane").agg(
-            own=(~pl.col("parent").str.starts_with(ENGINE_OPERATOR).fill_null(value=False) & pl.col("parent").is_not_null()).sum()
+            own=(
+                ~pl.col("parent").str.starts_with(ENGINE_OPERATOR).fill_null(value=False)
+                & pl.col("parent").is_not_null()
+            ).sum()
         )
         caller = weight.sort("own", descending=True)["lane"][0]
-        for lane in backward.filter((pl.col("rank") == rank) & (pl.col("lane") != caller))["lane"].unique(maintain_order=True):
+        for lane in backward.filter((pl.col("rank") == rank) & (pl.col("lane") != caller))["lane"].unique(
+            maintain_order=True
+        ):
             hosts, edges = _engine_bursts(hosts, rank, caller, lane)
             all_edges.append(edges)
     empty = _edges(pl.DataFrame(schema={"src": pl.Int64, "dst": pl.Int64}), "autograd")
@@ -163,28 +206,39 @@ def engine(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 def _engine_bursts(hosts: pl.DataFrame, rank: int, caller: str, lane: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     on_rank = pl.col("rank") == rank
-    stretches = hosts.filter(on_rank & (pl.col("lane") == caller) & pl.col("kind").is_in(["gap", "cpu"])).sort("from_ns")
+    stretches = hosts.filter(on_rank & (pl.col("lane") == caller) & pl.col("kind").is_in(["gap", "cpu"])).sort(
+        "from_ns"
+    )
     busy = hosts.filter(on_rank & (pl.col("lane") == lane) & (pl.col("kind") != "gap")).sort("from_ns")
     inside = busy.select("id", "from_ns", "to_ns").join_asof(
         stretches.select("from_ns", call="id", call_end_ns="to_ns"), on="from_ns", check_sortedness=False
     ).filter(pl.col("to_ns") <= pl.col("call_end_ns"))  # fmt: skip
     bursts = inside.group_by("call", maintain_order=True).agg(
-        first=pl.col("id").first(), last=pl.col("id").last(), begin_ns=pl.col("from_ns").first(), done_ns=pl.col("to_ns").max()
+        first=pl.col("id").first(),
+        last=pl.col("id").last(),
+        begin_ns=pl.col("from_ns").first(),
+        done_ns=pl.col("to_ns").max(),
     )
     spans = bursts.select("begin_ns", "done_ns").sort("begin_ns")
     idle = hosts.filter(on_rank & (pl.col("lane") == lane) & (pl.col("kind") == "gap")).sort("from_ns").join_asof(
         spans, left_on="from_ns", right_on="begin_ns", check_sortedness=False
     ).filter(pl.col("done_ns").is_null() | (pl.col("from_ns") >= pl.col("done_ns")))["id"]  # fmt: skip
-    kept = hosts.filter(~pl.col("id").is_in(idle.implode())).join(bursts, left_on="id", right_on="call", how="left", maintain_order="left")
+    kept = hosts.filter(~pl.col("id").is_in(idle.implode())).join(
+        bursts, left_on="id", right_on="call", how="left", maintain_order="left"
+    )
     spanning = pl.col("begin_ns").is_not_null()
     before = kept.with_columns(to_ns=pl.coalesce("begin_ns", "to_ns")).with_columns(
         dur_ns=pl.when(spanning).then(pl.col("to_ns") - pl.col("from_ns")).otherwise("dur_ns"),
-        kind=pl.when(spanning & (pl.col("id") % 8 == BLOCKED)).then(pl.lit("gap")).otherwise("kind"),
+        kind=pl.when(spanning & has_role(BLOCKED)).then(pl.lit("gap")).otherwise("kind"),
         blocks=pl.col("blocks") & ~spanning,
     )
     after = kept.filter(spanning).with_columns(
-        id=(pl.col("id") // 8) * 8 + ENGINE_RETURN, kind=pl.lit("wait"), name=pl.lit("backward"), from_ns="begin_ns", blocks=pl.lit(value=True),
+        id=in_role("id", ENGINE_RETURN), kind=pl.lit("wait"), name=pl.lit("backward"), from_ns="begin_ns", blocks=pl.lit(value=True),
     )  # fmt: skip
-    rows = pl.concat([before, after]).drop("first", "last", "begin_ns", "done_ns").sort("rank", "lane", "from_ns", "to_ns", "id")
-    back = bursts.select(src="last", dst=(pl.col("call") // 8) * 8 + ENGINE_RETURN)
+    rows = (
+        pl.concat([before, after])
+        .drop("first", "last", "begin_ns", "done_ns")
+        .sort("rank", "lane", "from_ns", "to_ns", "id")
+    )
+    back = bursts.select(src="last", dst=in_role("call", ENGINE_RETURN))
     return rows, pl.concat([_edges(bursts.select(src="call", dst="first"), "autograd"), _edges(back, "autograd")])

@@ -25,12 +25,14 @@ WAKE_STREAM_NS = 20_000
 """A stream's next op starts within this after the event it waited for."""
 
 WAKE_HOST_NS = 80_000
-"""A blocked thread goes on within this after the device op it waited for."""
+"""A blocked thread goes on within this after the device op it waited for; the clocks of host and device agree no better."""
 
 HIDDEN_WAIT_NS = 200_000
 """A gap of a thread shorter than this is never taken for a wait that the profiler did not record."""
 
 MIN_SUPPORT = 0.5
+MAX_CONTRADICTED = 0.25
+"""Rounded times put a few calls of a site into the place of others, so a single contradiction is no proof."""
 
 WAITS = {
     "op_id": pl.Int64(),  # the call, or the gap that hides a wait
@@ -66,7 +68,7 @@ def identify(ops: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int) -> pl.DataFrame:
+def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
     """Waits of one step.
 
     Parameters
@@ -76,7 +78,9 @@ def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int) -> pl.DataFr
     records
         `sync_records`; may be empty.
     step
-        The step whose waits are wanted. Its own times are never evidence for them.
+        The step whose waits are wanted.
+    unseen
+        The step whose times must not serve as evidence: the one that is to be predicted, and `step` itself if none is.
 
     Returns
     -------
@@ -90,17 +94,21 @@ def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int) -> pl.DataFr
         _own_work(calls),
         _whole_device(calls, device),
         _stream_syncs(calls, records),
-        _event_waits(calls, device, records, step),
-        _hidden_waits(ops, device, calls, step),
+        _event_waits(calls, device, records, step, unseen),
+        _hidden_waits(ops, device, calls, step, unseen),
     ]
     chosen = pl.concat([f.select(pl.col(c).cast(t) for c, t in WAITS.items()) for f in found])
     here = ops.filter(pl.col("step") == step).select("op_id")
-    return chosen.join(here, on="op_id", how="semi").unique(["op_id", "lane", "target", "record_lane"], maintain_order=True)
+    return chosen.join(here, on="op_id", how="semi").unique(
+        ["op_id", "lane", "target", "record_lane"], maintain_order=True
+    )
 
 
 def _calls_with_neighbours(ops: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
     """Runtime calls in thread order, each with what its thread launched last before it and first after it."""
-    launched = device.select("rank", "correlation", target="op_id", to="lane", to_comm=pl.col("kind") == "comm", to_name="name")
+    launched = device.select(
+        "rank", "correlation", target="op_id", to="lane", to_comm=pl.col("kind") == "comm", to_name="name"
+    )
     launched = launched.filter(pl.col("correlation").is_not_null()).unique(["rank", "correlation"], keep="first")
     calls = ops.filter(pl.col("call").is_not_null()).join(launched, on=["rank", "correlation"], how="left")
     thread = ["rank", "thread"]
@@ -127,7 +135,11 @@ _SITE_KEY = pl.struct("site", "nth").hash(5)
 def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
     """Event waits that `cuda_sync` rows name: the stream waits for what the other held when the event was recorded."""
     named = records.filter(pl.col("record") >= 0).select(
-        "rank", "correlation", "record", waiter=pl.format("gpu{}:{}", "device", "stream"), awaited=pl.format("gpu{}:{}", "device", "wait_on_stream")
+        "rank",
+        "correlation",
+        "record",
+        waiter=pl.format("gpu{}:{}", "device", "stream"),
+        awaited=pl.format("gpu{}:{}", "device", "wait_on_stream"),
     )
     recorded = calls.filter(pl.col("call") == "record").select("rank", record="correlation", record_ns="start_ns")
     waits = calls.filter(pl.col("call").is_in(["wait_event", "sync_event"]))
@@ -139,19 +151,39 @@ def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
 
 def _own_work(calls: pl.DataFrame) -> pl.DataFrame:
     """Calls that wait for the very work that they name: blocking copies, and labelled waits for a CPU collective."""
-    issued = calls.filter(pl.col("to_comm")).select("rank", "correlation", issued="target").unique(["rank", "correlation"])
-    labelled = calls.filter(pl.col("call") == "wait_comm").join(issued, on=["rank", "correlation"]).with_columns(target="issued")
+    issued = (
+        calls.filter(pl.col("to_comm")).select("rank", "correlation", issued="target").unique(["rank", "correlation"])
+    )
+    labelled = (
+        calls.filter(pl.col("call") == "wait_comm")
+        .join(issued, on=["rank", "correlation"])
+        .with_columns(target="issued")
+    )
     copies = calls.filter((pl.col("call") == "launch") & pl.col("to_name").str.contains(BLOCKING_COPIES))
     own = pl.concat([copies, labelled.select(copies.columns)])
     return own.select(
-        "op_id", "rank", "target", lane=None, record_lane=None, record_ns=None, evidence=pl.lit("exact"), pattern=pl.lit("own work")
+        "op_id",
+        "rank",
+        "target",
+        lane=None,
+        record_lane=None,
+        record_ns=None,
+        evidence=pl.lit("exact"),
+        pattern=pl.lit("own work"),
     )
 
 
 def _whole_device(calls: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
     waits = calls.filter(pl.col("call").is_in(["sync_device", "free"]))
     return waits.join(device.select("rank", record_lane="lane").unique(maintain_order=True), on="rank").select(
-        "op_id", "rank", "record_lane", lane=None, target=None, record_ns="start_ns", evidence=pl.lit("exact"), pattern=pl.lit("device")
+        "op_id",
+        "rank",
+        "record_lane",
+        lane=None,
+        target=None,
+        record_ns="start_ns",
+        evidence=pl.lit("exact"),
+        pattern=pl.lit("device"),
     )
 
 
@@ -170,19 +202,31 @@ def _stream_syncs(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _event_waits(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, step: int) -> pl.DataFrame:
+def _event_waits(
+    calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int
+) -> pl.DataFrame:
     """Event waits that no record names: the idioms that other steps do not contradict, and what they support by time."""
     named = records.filter(pl.col("record") >= 0).select("rank", "correlation")
     # A wait after a collective's kernel, still inside the call that launched it, orders NCCL's internal streams only.
     internal = pl.col("comm_before") & (pl.col("frame_before") == pl.col("frame"))
-    unnamed = calls.join(named, on=["rank", "correlation"], how="anti").with_columns(internal=internal.fill_null(value=False))
-    candidates = pl.concat([_caller_waits(unnamed), _collective_waits(unnamed), _stream_switches(unnamed)], how="diagonal_relaxed")
-    sound = candidates.join(_contradicted(candidates, device, step), on=["site_key", "pattern"], how="anti")
+    unnamed = calls.join(named, on=["rank", "correlation"], how="anti").with_columns(
+        internal=internal.fill_null(value=False)
+    )
+    candidates = pl.concat(
+        [_caller_waits(unnamed), _collective_waits(unnamed), _stream_switches(unnamed)], how="diagonal_relaxed"
+    )
+    sound = candidates.join(_contradicted(candidates, device, unseen), on=["site_key", "pattern"], how="anti")
     best = sound.filter(pl.col("order") == pl.col("order").min().over("op_id"))
     waits = unnamed.filter((pl.col("call") == "wait_event") & ~pl.col("internal") & pl.col("after").is_not_null())
-    by_time = _followed(_first_after(waits.with_columns(lane="after", call_ns="start_ns"), device), device, step)
+    by_time = _followed(
+        _first_after(waits.with_columns(lane="after", call_ns="start_ns"), device), device, step, unseen
+    )
     return pl.concat([best, by_time], how="diagonal_relaxed").with_columns(
-        *(pl.lit(None, WAITS[c]).alias(c) for c in ("target", "record_lane", "record_ns") if c not in {*best.columns, *by_time.columns})
+        *(
+            pl.lit(None, WAITS[c]).alias(c)
+            for c in ("target", "record_lane", "record_ns")
+            if c not in {*best.columns, *by_time.columns}
+        )
     )
 
 
@@ -198,12 +242,19 @@ def _caller_waits(calls: pl.DataFrame) -> pl.DataFrame:
 def _collective_waits(calls: pl.DataFrame) -> pl.DataFrame:
     """`Work.wait`: the caller's stream waits for the collective that the same operator issued last, else for the one that
     its thread issued first and has not waited for yet."""
-    within = pl.coalesce("around", "parent", pl.lit("wait")).str.contains(COLLECTIVE_WAITS)
-    takes = (pl.col("call") == "wait_event") & ~pl.col("internal") & ~pl.col("comm_after").fill_null(value=False) & within
-    rows = calls.filter((takes & pl.col("plain_after").is_not_null()) | pl.col("to_comm")).sort("rank", "start_ns", "op_id")
+    # DDP waits for its buckets at the end of backward, outside every operator.
+    within = pl.coalesce("around", "parent").str.contains(COLLECTIVE_WAITS).fill_null(value=True).any().over("site_key")
+    takes = (
+        (pl.col("call") == "wait_event") & ~pl.col("internal") & ~pl.col("comm_after").fill_null(value=False) & within
+    )
+    rows = calls.filter((takes & pl.col("plain_after").is_not_null()) | pl.col("to_comm")).sort(
+        "rank", "start_ns", "op_id"
+    )
     columns = ("rank", "thread", "to_comm", "target", "top_frame", "site_key")
     taken: list[int | None] = []
-    waiting: dict[tuple[int, int], dict[int, tuple[int, int | None]]] = {}  # (rank, thread) -> site -> (collective, operator)
+    waiting: dict[
+        tuple[int, int], dict[int, tuple[int, int | None]]
+    ] = {}  # (rank, thread) -> site -> (collective, operator)
     for rank, thread, is_comm, target, operator, site in rows.select(columns).iter_rows():
         issued = waiting.setdefault((rank, thread), {})
         if is_comm:
@@ -232,17 +283,28 @@ def _stream_switches(calls: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _contradicted(candidates: pl.DataFrame, device: pl.DataFrame, step: int) -> pl.DataFrame:
-    """(`site_key`, `pattern`) whose waiter started before its target had ended in some other step."""
-    issued = device.select("rank", record_lane="lane", held_ns=pl.coalesce("launch_ns", "start_ns"), last_end_ns="end_ns").sort("held_ns")
+def _contradicted(candidates: pl.DataFrame, device: pl.DataFrame, unseen: int) -> pl.DataFrame:
+    """(`site_key`, `pattern`) whose waiter started before its target had ended in more than `MAX_CONTRADICTED` of other steps."""
+    issued = device.select(
+        "rank", record_lane="lane", held_ns=pl.coalesce("launch_ns", "start_ns"), last_end_ns="end_ns"
+    ).sort("held_ns")
     ends = device.select(target="op_id", target_end_ns="end_ns")
-    others = _first_after(candidates.filter(pl.col("step") != step), device)
-    by_lane = others.filter(pl.col("record_lane").is_not_null()).sort("record_ns").join_asof(
-        issued, left_on="record_ns", right_on="held_ns", by=["rank", "record_lane"], check_sortedness=False
+    others = _first_after(candidates.filter(pl.col("step") != unseen), device)
+    by_lane = (
+        others.filter(pl.col("record_lane").is_not_null())
+        .sort("record_ns")
+        .join_asof(issued, left_on="record_ns", right_on="held_ns", by=["rank", "record_lane"], check_sortedness=False)
     )
     by_op = others.filter(pl.col("record_lane").is_null()).join(ends, on="target", how="left")
-    tested = pl.concat([by_lane, by_op], how="diagonal_relaxed").with_columns(end_ns=pl.coalesce("last_end_ns", "target_end_ns"))
-    return tested.filter(pl.col("end_ns") > pl.col("next_start_ns") + TOLERANCE_NS).select("site_key", "pattern").unique()
+    tested = pl.concat([by_lane, by_op], how="diagonal_relaxed").with_columns(
+        end_ns=pl.coalesce("last_end_ns", "target_end_ns")
+    )
+    early = pl.col("end_ns") > pl.col("next_start_ns") + TOLERANCE_NS
+    return (
+        tested.group_by("site_key", "pattern")
+        .agg(early.mean().alias("share"))
+        .filter(pl.col("share") > MAX_CONTRADICTED)
+    )
 
 
 def _first_after(waits: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
@@ -252,50 +314,103 @@ def _first_after(waits: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
         "rank", "lane", issue_ns="launch_ns", next_start_ns="start_ns", ready_ns=ready
     )
     return waits.sort("call_ns").join_asof(
-        following.sort("issue_ns"), left_on="call_ns", right_on="issue_ns", by=["rank", "lane"], strategy="forward", check_sortedness=False
+        following.sort("issue_ns"),
+        left_on="call_ns",
+        right_on="issue_ns",
+        by=["rank", "lane"],
+        strategy="forward",
+        check_sortedness=False,
     )
 
 
-def _followed(waits: pl.DataFrame, device: pl.DataFrame, step: int) -> pl.DataFrame:
+def _followed(waits: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
     """What each waiting stream's next op started right after in other steps, where nothing else explains its delay."""
-    delayed = waits.filter(pl.col("next_start_ns") > pl.col("ready_ns") + WAKE_STREAM_NS)
-    votes = _nearest_end(delayed.with_columns(at_ns="next_start_ns"), device, WAKE_STREAM_NS)
-    return _elect(waits, votes.filter(pl.col("target_lane") != pl.col("lane")), device, step)
+    waits = waits.filter(pl.col("next_start_ns").is_not_null())
+    waits = waits.with_columns(
+        at_ns="next_start_ns", late=pl.col("next_start_ns") > pl.col("ready_ns") + WAKE_STREAM_NS
+    )
+    votes = _nearest_end(waits.filter("late"), device, WAKE_STREAM_NS)
+    return _elect(waits, votes.filter(pl.col("target_lane") != pl.col("lane")), device, step, unseen, TOLERANCE_NS)
 
 
 def _nearest_end(waits: pl.DataFrame, device: pl.DataFrame, within_ns: int) -> pl.DataFrame:
     """The device op of the same rank that ended last before `at_ns`, if within `within_ns`, and was issued before the call."""
-    ends = device.filter(pl.col("site").is_not_null()).select(
+    ends = device.select(
         "rank", "end_ns", target_lane="lane", target_site="site", target_nth="nth", target_step="step", target_launch_ns="launch_ns"
     ).sort("end_ns")  # fmt: skip
-    found = waits.with_columns(limit_ns=pl.col("at_ns") + TOLERANCE_NS).drop("end_ns", strict=False).sort("limit_ns").join_asof(
-        ends, left_on="limit_ns", right_on="end_ns", by="rank", tolerance=within_ns + TOLERANCE_NS, check_sortedness=False
+    found = (
+        waits.with_columns(limit_ns=pl.col("at_ns") + TOLERANCE_NS)
+        .drop("end_ns", strict=False)
+        .sort("limit_ns")
+        .join_asof(
+            ends,
+            left_on="limit_ns",
+            right_on="end_ns",
+            by="rank",
+            tolerance=within_ns + TOLERANCE_NS,
+            check_sortedness=False,
+        )
     )
-    return found.filter(pl.col("target_launch_ns") <= pl.col("call_ns"))
+    # Ops of the backlog have no launch and so no name: they neither support nor oppose, but they are what was waited for.
+    return found.filter(pl.col("end_ns").is_not_null() & (pl.col("target_launch_ns").fill_null(0) <= pl.col("call_ns")))
 
 
-def _elect(waits: pl.DataFrame, votes: pl.DataFrame, device: pl.DataFrame, step: int) -> pl.DataFrame:
-    """For each wait of `step` the target that its call site had in at least `MIN_SUPPORT` of the other steps."""
-    held = waits.filter(pl.col("step") != step).group_by("site_key").agg(repetitions=pl.len())
-    identity = ["target_site", "target_nth", "target_lane"]
-    counted = votes.filter(pl.col("step") != step).group_by("site_key", *identity, ago=pl.col("step") - pl.col("target_step")).len()
+def _elect(
+    waits: pl.DataFrame, votes: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int, tolerance_ns: int
+) -> pl.DataFrame:
+    """For each wait of `step` the target that explained its call site's delays in other steps, and that none contradicts.
+
+    `waits` have `at_ns`, the time at which they are over, and `late`: nothing else explains that they took as long. A target must
+    explain at least `MIN_SUPPORT` of a site's late waits, and must have ended in time for all the others.
+    """
+    others = waits.filter(pl.col("step") != unseen)
+    unnamed = votes.filter(pl.col("target_site").is_null()).select("op_id")
+    held = others.filter("late").join(unnamed, on="op_id", how="anti").group_by("site_key").agg(repetitions=pl.len())
+    identity = ["target_site", "target_nth"]
+    counted = (
+        votes.filter((pl.col("step") != unseen) & pl.col("target_site").is_not_null())
+        .group_by("site_key", *identity, ago=pl.col("step") - pl.col("target_step"))
+        .len()
+    )
     elected = counted.join(held, on="site_key").filter(pl.col("len") >= MIN_SUPPORT * pl.col("repetitions"))
-    elected = elected.sort("len", descending=True).unique("site_key", keep="first", maintain_order=True)
-    targets = device.select("rank", target="op_id", target_step="step", target_site="site", target_nth="nth", target_lane="lane")
-    here = waits.filter(pl.col("step") == step).join(elected, on="site_key").with_columns(target_step=pl.col("step") - pl.col("ago"))
-    lane = pl.col("lane") if "lane" in here.columns else pl.lit(None, pl.String)
-    return here.join(targets, on=["rank", "target_step", *identity]).select(
-        "op_id", "rank", "step", "site_key", lane.alias("lane"), "target", evidence=pl.lit("time"), pattern=pl.lit("followed in other steps")
+    elected = elected.sort("len", *identity, descending=True).unique("site_key", keep="first", maintain_order=True)
+    targets = device.select(
+        "rank", target="op_id", target_step="step", target_site="site", target_nth="nth", target_end_ns="end_ns"
+    )
+    named = waits.join(elected, on="site_key").with_columns(target_step=pl.col("step") - pl.col("ago"))
+    named = named.join(targets, on=["rank", "target_step", *identity])
+    wrong = named.filter((pl.col("step") != unseen) & (pl.col("target_end_ns") > pl.col("at_ns") + tolerance_ns))
+    return (
+        named.filter(pl.col("step") == step)
+        .join(wrong, on="site_key", how="anti")
+        .select(
+            "op_id",
+            "rank",
+            "step",
+            "site_key",
+            "lane",
+            "target",
+            evidence=pl.lit("time"),
+            pattern=pl.lit("followed in other steps"),
+        )
     )
 
 
-def _hidden_waits(ops: pl.DataFrame, device: pl.DataFrame, calls: pl.DataFrame, step: int) -> pl.DataFrame:
+def _hidden_waits(ops: pl.DataFrame, device: pl.DataFrame, calls: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
     """Host stretches that end right after a device op in other steps: waits that the profiler did not record."""
-    long = ops.filter(pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & (pl.col("dur_ns") > HIDDEN_WAIT_NS))
-    keys = long["site"].unique()
-    stretches = ops.filter(pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & pl.col("site").is_in(keys.implode()))
+    long = ops.filter(
+        pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & (pl.col("dur_ns") > HIDDEN_WAIT_NS)
+    )
+    sites = long["site"].unique().implode()
+    stretches = ops.filter(
+        pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & pl.col("site").is_in(sites)
+    )
     syncs = calls.filter(pl.col("call") == "sync_event")
-    waits = pl.concat([stretches.with_columns(site_key=_SITE_KEY), syncs.select(*stretches.columns, "site_key")])
-    waits = waits.with_columns(call_ns="start_ns", at_ns=pl.col("start_ns") + pl.col("dur_ns"), lane=pl.lit(None, pl.String))
-    votes = _nearest_end(waits.filter((pl.col("dur_ns") > HIDDEN_WAIT_NS) | (pl.col("call") == "sync_event")), device, WAKE_HOST_NS)
-    return _elect(waits, votes, device, step).with_columns(record_lane=pl.lit(None, pl.String), record_ns=pl.lit(None, pl.Int64))
+    waits = pl.concat([stretches.with_columns(site_key=_SITE_KEY), syncs.select(*stretches.columns, "site_key")]).with_columns(
+        call_ns="start_ns", at_ns=pl.col("start_ns") + pl.col("dur_ns"), lane=pl.lit(None, pl.String),
+        late=(pl.col("dur_ns") > HIDDEN_WAIT_NS) | (pl.col("call") == "sync_event"),
+    )  # fmt: skip
+    votes = _nearest_end(waits.filter("late"), device, WAKE_HOST_NS)
+    return _elect(waits, votes, device, step, unseen, WAKE_HOST_NS).with_columns(
+        record_lane=pl.lit(None, pl.String), record_ns=pl.lit(None, pl.Int64)
+    )

@@ -1,0 +1,178 @@
+"""Predicted against measured: what a graph says of a step from costs that other steps gave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import polars as pl
+
+from lumos_nb.critical_path import replay
+from lumos_nb.graph import Graph, Recording, build_graph
+from lumos_nb.lanes import ABSENT
+from lumos_nb.traces.run import Run
+
+OWN_KINDS = ("kernel", "memcpy", "memset", "cpu", "alloc")
+"""What a mechanistic prediction takes from the step that it predicts: computation. All else comes from other steps."""
+
+POOLED_KINDS = ("gap", "launch", "wait", "comm")
+
+SAME_OP = ("rank", "kind", "site", "nth")
+SAME_EDGE = ("rank", "rule", "site", "nth")
+SAME_NAME = ("rank", "kind", "name")
+
+
+@dataclass(frozen=True, slots=True)
+class PooledCosts:
+    """What steps cost besides computation, pooled over the graphs of several steps.
+
+    Attributes
+    ----------
+    by_op
+        `SAME_OP` and `mean_ns`, `delay_ns`: the same op of the same call site in the other steps; `delay_ns` is the median of what held
+        it up without an explanation.
+    by_name
+        `SAME_NAME` and `mean_ns`: all ops of that name, for an op that the other steps lack.
+    lags
+        `SAME_EDGE` and `lag_ns`: median latency of the edge of that rule to the same op in the other steps.
+    usual_lags
+        `rank`, `rule`, `lag_ns`: median over all edges of the rule.
+    """
+
+    by_op: pl.DataFrame
+    by_name: pl.DataFrame
+    lags: pl.DataFrame
+    usual_lags: pl.DataFrame
+
+    @classmethod
+    def of(cls, graphs: Iterable[Graph]) -> PooledCosts:
+        """Pool the graphs of several steps of one run."""
+        graphs = list(graphs)
+        ops = pl.concat([_with_delays(g) for g in graphs])
+        edges = pl.concat([_named_edges(g) for g in graphs])
+        # A stretch between operators has no call site that is its own in every step, so it is pooled by name only.
+        by_op = ops.filter(pl.col("site").is_not_null() & ~pl.col("kind").is_in(["gap", "cpu"])).group_by(SAME_OP).agg(
+            mean_ns=pl.col("dur_ns").median(), delay_ns=pl.col("delay_ns").median()
+        )  # fmt: skip
+        return cls(
+            by_op,
+            ops.group_by(SAME_NAME).agg(mean_ns=pl.col("dur_ns").mean()),
+            edges.group_by(SAME_EDGE).agg(pl.col("lag_ns").median()),
+            edges.group_by("rank", "rule").agg(pl.col("lag_ns").median()),
+        )
+
+
+def _with_delays(graph: Graph) -> pl.DataFrame:
+    """Ops of the step with the unexplained delay just before each (0 where there is none); the delays' own rows left out."""
+    delays = graph.edges.filter(pl.col("rule") == "delay").join(
+        graph.ops.select(src="op_id", delay_ns="dur_ns"), on="src"
+    ).select(op_id="dst", delay_ns="delay_ns")  # fmt: skip
+    own = graph.ops.filter((pl.col("kind") != "unexplained") & (pl.col("step") == graph.step))
+    return (
+        own.join(delays, on="op_id", how="left", maintain_order="left")
+        .with_columns(pl.col("delay_ns").fill_null(0))
+        .select("op_id", "rank", "kind", "name", "site", "nth", "dur_ns", "delay_ns")
+    )
+
+
+def _named_edges(graph: Graph) -> pl.DataFrame:
+    """Edges that carry a latency, named after the op that they lead to (through its delay)."""
+    through = graph.edges.filter(pl.col("rule") == "delay").select(dst="src", to="dst")
+    named = graph.edges.filter(pl.col("rule").is_in(["launch", "stream", "queue"])).join(through, on="dst", how="left")
+    about = graph.ops.select("rank", "site", "nth", to="op_id")
+    return named.with_columns(to=pl.coalesce("to", "dst")).join(about, on="to").select(*SAME_EDGE, "lag_ns")
+
+
+def with_pooled_costs(graph: Graph, costs: PooledCosts) -> Graph:
+    """The graph of a step with everything but its own computation replaced by what other steps cost."""
+    ops = graph.ops.with_row_index("row").join(
+        costs.by_op, on=SAME_OP, how="left", maintain_order="left", nulls_equal=True
+    )
+    ops = ops.join(costs.by_name, on=SAME_NAME, how="left", suffix="_name", maintain_order="left")
+    pooled = pl.coalesce("mean_ns", "mean_ns_name", "dur_ns").round().cast(pl.Int64)
+    here = pl.col("step") == graph.step
+    # Behind the wait for ranks without a trace lies an estimate: the two together are what was measured, so both stay.
+    absent = graph.ops.filter(pl.col("name") == ABSENT).select(src="op_id")
+    estimated = graph.edges.filter(pl.col("rule") == "collective").join(absent, on="src", how="semi")["dst"]
+    ops = ops.with_columns(
+        dur_ns=pl.when(here & (pl.col("kind") == "unexplained") & pl.col("device").is_not_null() & (pl.col("name") != ABSENT)).then(0)
+        .when(here & pl.col("kind").is_in(POOLED_KINDS) & ~pl.col("op_id").is_in(estimated.implode())).then(pooled).otherwise("dur_ns"),
+        delay_ns=pl.when(here).then(pl.col("delay_ns").fill_null(0).round().cast(pl.Int64)).otherwise(0),
+    )  # fmt: skip
+    through = graph.edges.filter(pl.col("rule") == "delay").select(dst="src", to="dst")
+    about = ops.select("rank", "site", "nth", "delay_ns", to="op_id")
+    edges = graph.edges.join(through, on="dst", how="left", maintain_order="left").with_columns(
+        to=pl.coalesce("to", "dst")
+    )
+    edges = edges.join(about, on="to", how="left", maintain_order="left").join(
+        costs.lags.rename({"lag_ns": "pooled_ns"}), on=SAME_EDGE, how="left", maintain_order="left"
+    )
+    edges = edges.join(costs.usual_lags.rename({"lag_ns": "usual_ns"}), on=["rank", "rule"], how="left", maintain_order="left")
+    lag = pl.coalesce("pooled_ns", "usual_ns", "lag_ns").round().cast(pl.Int64)
+    delay = pl.when(pl.col("rule") == "delay").then(0).otherwise("delay_ns").fill_null(0)
+    edges = edges.with_columns(lag_ns=lag + delay, from_start=pl.col("from_start")).select(graph.edges.columns)
+    return replace(graph, ops=ops.select(graph.ops.columns), edges=edges)
+
+
+def without_rules(graph: Graph, *dropped: str) -> Graph:
+    """The graph without the edges of some rules: an ablation."""
+    return replace(graph, edges=graph.edges.filter(~pl.col("rule").is_in(dropped)))
+
+
+def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.DataFrame:
+    """Predict each step from its own computation and the other steps' launch latencies, host gaps, waits and transfers.
+
+    Parameters
+    ----------
+    run
+        A run with at least two steps whose beginning is known.
+    steps
+        The steps to predict and to pool; None takes all but the first profiled one, which holds one-off costs.
+
+    Returns
+    -------
+    table
+        A row a step: `step`, `measured_ns`, `predicted_ns`, `error`, `null_ns` (the step before, or after the first),
+        `null_error`, `no_events_error` and `no_joins_error` (ablations: without waits between streams; without joins of
+        ranks), `host_bound` (the host's own chain alone explains 98 % of the step, so that a small error proves nothing).
+    """
+    recording = run if isinstance(run, Recording) else Recording.of(run)
+    times = recording.step_times()
+    first = recording.ops["step"].min()
+    chosen = list(steps) if steps is not None else times.filter(pl.col("step") > first)["step"].to_list()
+    if len(chosen) < 2 and times.height >= 2:
+        chosen = times["step"].to_list()
+    measured = dict(times.select("step", "step_ns").iter_rows())
+    rows = []
+    for place, step in enumerate(chosen):
+        others = PooledCosts.of(build_graph(recording, other, unseen=step) for other in chosen if other != step)
+        graph = with_pooled_costs(build_graph(recording, step), others)
+        null = measured[chosen[place - 1] if place else chosen[1]]
+        rows.append(_scored(graph, measured[step], null))
+    return pl.DataFrame(rows)
+
+
+def _scored(graph: Graph, measured_ns: int, null_ns: int) -> dict[str, object]:
+    result = replay(graph)
+    share = (
+        result.composition.filter(pl.col("kind").is_in(["cpu", "gap", "alloc", "launch"]))["time_ns"].sum()
+        / result.step_ns
+    )
+    waiting = result.composition.filter(pl.col("kind") == "wait")["time_ns"].sum() / result.step_ns
+
+    def error(predicted_ns: int) -> float:
+        return predicted_ns / measured_ns - 1
+
+    return {
+        "step": graph.step,
+        "measured_ns": measured_ns,
+        "predicted_ns": result.step_ns,
+        "error": error(result.step_ns),
+        "null_ns": null_ns,
+        "null_error": error(null_ns),
+        "no_events_error": error(replay(without_rules(graph, "event")).step_ns),
+        "no_waits_error": error(replay(without_rules(graph, "event", "sync")).step_ns),
+        "no_joins_error": error(replay(without_rules(graph, "collective")).step_ns),
+        "wait_share": waiting,
+        "host_share": share,
+    }
