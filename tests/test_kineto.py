@@ -11,7 +11,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos_nb.errors import TraceError, UnsupportedFormat
@@ -82,6 +82,7 @@ def test_float64_would_be_wrong_where_the_text_is_exact() -> None:
     assert int(float(text) * 1000) - nanoseconds([text.encode()])[0] == -163
 
 
+@settings(deadline=None)
 @given(st.lists(st.decimals(min_value=0, max_value=Decimal("4e15"), places=3), min_size=1, max_size=20))
 def test_any_time_stamp_with_three_decimals_is_exact(stamps: list[Decimal]) -> None:
     assert nanoseconds([f"{s:f}".encode() for s in stamps]).to_list() == [int(s * 1000) for s in stamps]
@@ -287,6 +288,15 @@ NASTY = [
     op("]", args={"long": "x" * 90}),
     op("last", tid=3),
 ]
+
+
+@pytest.mark.parametrize("block_bytes", [64, json_stream.BLOCK_BYTES])
+def test_bad_utf8_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+    text = text_of([op(f"op {i} é ?") for i in range(10)], host="?").replace(b"?", b"\xff")
+    monkeypatch.setattr(json_stream, "BLOCK_BYTES", block_bytes)
+    kineto = read(tmp_path, text)
+    assert kineto.events["name"].to_list() == [f"op {i} é \ufffd" for i in range(10)]
+    assert noted(kineto, "not UTF-8") == 10
 
 
 @pytest.mark.parametrize("indent", [None, 1])

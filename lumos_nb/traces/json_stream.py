@@ -155,12 +155,13 @@ class EventStream(Generic[T]):
 
     def _take(self, buffer: bytes) -> tuple[list[T], bytes]:
         """The whole events of `buffer` and the text that is left."""
-        if cut := _last_cut(buffer):
+        cut = _last_cut(buffer)
+        text = buffer[:cut]
+        if cut and _is_utf8(text):
             try:
-                batch = self.decode(b"[" + self._utf8(buffer[:cut]) + b"]")
+                return self.decode(b"[" + text + b"]"), self._after(buffer, cut)
             except msgspec.MsgspecError:
-                return self._take_singly(buffer)
-            return batch, self._after(buffer, cut)
+                pass
         return self._take_singly(buffer)
 
     def _take_singly(self, buffer: bytes) -> tuple[list[T], bytes]:
@@ -184,15 +185,21 @@ class EventStream(Generic[T]):
         return rest
 
     def _utf8(self, text: bytes) -> bytes:
-        if text.isascii():
+        if _is_utf8(text):
             return text
-        try:
-            text.decode()
-        except UnicodeDecodeError:
-            mended = text.decode(errors="replace").encode()
-            self.replaced += mended.count(b"\xef\xbf\xbd") - text.count(b"\xef\xbf\xbd")
-            return mended
-        return text
+        mended = text.decode(errors="replace").encode()
+        self.replaced += mended.count(b"\xef\xbf\xbd") - text.count(b"\xef\xbf\xbd")
+        return mended
+
+
+def _is_utf8(text: bytes) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _last_cut(buffer: bytes) -> int:
