@@ -25,6 +25,20 @@ NEVER = 2**62
 """A time beyond all others, with room to subtract durations; what is past `NEVER // 2` has no limit."""
 
 
+@jit("int64[::1](int64[::1], int64[::1])")
+def find(ids: Int64s, wanted: Int64s) -> Int64s:
+    """Place of each wanted id in `ids`, which ascend without repeats; -1: not there. Ids without gaps take one look."""
+    found = np.full(wanted.size, -1, np.int64)
+    for i in range(wanted.size if ids.size else 0):
+        w = wanted[i]
+        at = min(max(w - ids[0], 0), ids.size - 1)
+        if ids[at] != w:
+            at = min(np.searchsorted(ids, w), ids.size - 1)
+        if ids[at] == w:
+            found[i] = at
+    return found
+
+
 @jit("int32[::1](int32[::1], int32[::1], int64)")
 def order_by(key: Int32s, order: Int32s, n_keys: int) -> Int32s:
     """`order` sorted by `key[order]`, equal keys as they were: a counting sort."""

@@ -18,6 +18,7 @@ from lumos_nb._replay_kernels import (
     Int64s,
     UInt32s,
     earliest_ends,
+    find,
     lags_after_end,
     offsets,
     order_by,
@@ -34,6 +35,7 @@ _OPS = TableSchema(
     | {c: OPS.columns[c] for c in ("start_ns", "dur_ns")},
 )
 _EDGES = TableSchema("edge", {c: EDGES.columns[c] for c in ("src", "dst", "lag_ns", "from_start", "rule", "evidence")})
+_RANKS = 2**32  # more than there are ranks
 _SHOWN = 8  # ops of a cycle that its error names
 
 
@@ -138,9 +140,8 @@ def _rows_of_ends(ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[Int32s, Int32
         raise GraphError(f"op_id {ids[same[0]]} stands in rows {first} and {second} of the ops; make op ids unique.")
 
     def rows(column: str) -> Int32s:
-        wanted = edges[column].to_numpy()
-        at = np.searchsorted(ids, wanted)
-        missing = (at == len(ids)) | (np.append(ids, 0)[at] != wanted)
+        at = find(ids, edges[column].to_numpy(writable=True))
+        missing = at < 0
         if missing.any():
             first = int(np.argmax(missing))
             r = edges.row(first, named=True)
@@ -148,7 +149,8 @@ def _rows_of_ends(ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[Int32s, Int32
                 f"edge {r['src']} -> {r['dst']} (rule {r['rule']}) in row {first} of the edges: no op has "
                 f"op_id {r[column]} ({int(missing.sum())} such edge(s)); drop the edge or add the op."
             )
-        return order[at]
+        found: Int32s = order[at]
+        return found
 
     return rows("src"), rows("dst")
 
@@ -190,14 +192,17 @@ def _step_groups(ops: pl.DataFrame) -> tuple[Int32s, pl.DataFrame]:
     """Each op's (rank, step), if it takes part in the end of one: ops on devices, or all where there is no device."""
     on_device = pl.col("device").is_not_null()
     counts = pl.col("step").is_not_null() & (on_device | ~on_device.any())
-    keys = ops.select("rank", "step", counts=counts)
-    groups = keys.filter("counts").select("rank", "step").unique().sort("step", "rank")
-    if groups.is_empty() and not ops.is_empty():
+    rank = pl.col("rank").cast(pl.Int64).fill_null(-1)
+    key = ops.select(pl.when(counts).then(pl.col("step").cast(pl.Int64) * _RANKS + rank + 1)).to_series()
+    keys = key.drop_nulls().unique().sort()
+    if keys.is_empty() and not ops.is_empty():
         raise GraphError("no op that could end a step has one; give the ops (those on devices, if any) their step.")
-    found = keys.join(
-        groups.with_row_index("group"), on=["rank", "step"], how="left", nulls_equal=True, maintain_order="left"
-    ).select(pl.when("counts").then(pl.col("group").cast(pl.Int32)).otherwise(-1))
-    return found.to_series().to_numpy(writable=True), groups
+    groups = keys.to_frame("key").select(
+        rank=(pl.col("key") % _RANKS - 1).replace(-1, None).cast(pl.Int32),
+        step=(pl.col("key") // _RANKS).cast(pl.Int32),
+    )
+    group = keys.search_sorted(key.fill_null(0)).cast(pl.Int32)
+    return pl.select(pl.when(key.is_null()).then(-1).otherwise(group)).to_series().to_numpy(writable=True), groups
 
 
 @dataclass(frozen=True, slots=True)
