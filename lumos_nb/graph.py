@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import polars as pl
@@ -30,12 +31,15 @@ class Graph:
         The step that the graph is of. Boundary ops carry `step - 1`. In a repeated graph the steps count up.
     report
         What was assumed while the graph was made: columns `what`, `rank`, `count`, `time_ns`, `detail`.
+    queue_sizes
+        Rank -> how many device ops may be outstanding before its launches wait; ranks without a known limit are absent.
     """
 
     ops: pl.DataFrame
     edges: pl.DataFrame
     step: int
     report: pl.DataFrame = field(default_factory=pl.DataFrame)
+    queue_sizes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,7 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     rows = measure.settle(measure.in_issue_order(rows, edges), edges)
     rows, edges = measure.add_lags(rows, edges)
     rows = measure.in_issue_order(rows, edges)
-    return _finished(rows, edges, step, pl.concat([recording.report, *notes, _evidence(edges)]))
+    return _finished(rows, edges, step, pl.concat([recording.report, *notes, _evidence(edges)]), sizes)
 
 
 def _is_cuda(ops: pl.DataFrame) -> bool:
@@ -164,9 +168,9 @@ def _rows_and_edges(
     begun = recording.ops.filter(on_stream & (pl.col("step").fill_null(step - 1) < step))
     last_ends = begun.group_by("rank").agg((pl.col("start_ns") + pl.col("dur_ns")).max().alias("end_ns"))["end_ns"]
     origin_ns = min(v for v in (hosts["from_ns"].min(), last_ends.min()) if v is not None)
-    backlog = lanes.backlog_rows(recording.ops, step, origin_ns)
-    leads = lanes.lead_rows(hosts, step, origin_ns)
-    rows = pl.concat([hosts, streams, joins, backlog, leads], how="diagonal_relaxed")
+    backlog = lanes.backlog_rows(recording.ops, waits["target"], step, origin_ns)
+    leads = lanes.lead_rows(hosts, engine_edges["dst"], step, origin_ns)
+    rows = pl.concat([hosts, streams, joins, backlog, leads], how="diagonal_relaxed").with_columns(pl.col("ago").fill_null(0))
     edges = pl.concat(
         [
             engine_edges,
@@ -206,11 +210,14 @@ def _evidence(edges: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
 
 
-KEPT = ("site", "nth", "call_name", "match")
-"""Raw columns that a finished graph keeps: they name an op in any step and rank."""
+KEPT = ("site", "nth", "call_name", "match", "ago")
+"""Columns of a graph's ops beyond the schema: `site` and `nth` name an op in any step and rank; `ago` is how many steps
+earlier a boundary op was launched, 0 for others."""
 
 
-def _finished(rows: pl.DataFrame, edges: pl.DataFrame, step: int, report: pl.DataFrame) -> Graph:
+def _finished(
+    rows: pl.DataFrame, edges: pl.DataFrame, step: int, report: pl.DataFrame, queue_sizes: Mapping[int, int]
+) -> Graph:
     numbered = rows.with_columns(op_id=pl.int_range(pl.len(), dtype=pl.Int64))
     number = numbered.select("id", "op_id")
     edges = edges.join(number, left_on="src", right_on="id", maintain_order="left").join(
@@ -220,4 +227,4 @@ def _finished(rows: pl.DataFrame, edges: pl.DataFrame, step: int, report: pl.Dat
     ops = numbered.with_columns(phase=pl.col("phase").fill_null("other")).select(
         *(pl.col(c).cast(t) for c, t in OPS.columns.items()), *KEPT
     )
-    return Graph(OPS.check(ops), EDGES.check(edges).select(list(EDGES.columns)), step, report)
+    return Graph(OPS.check(ops), EDGES.check(edges).select(list(EDGES.columns)), step, report, queue_sizes)

@@ -184,22 +184,28 @@ def is_send() -> pl.Expr:
     return (pl.col("collective") == "send") & small
 
 
-def backlog_rows(ops: pl.DataFrame, step: int, origin_ns: int) -> pl.DataFrame:
-    """Device work of earlier steps that was still going on after `origin_ns`, and the last of each rank in any case."""
+def backlog_rows(ops: pl.DataFrame, awaited: pl.Series, step: int, origin_ns: int) -> pl.DataFrame:
+    """Device work of earlier steps that was still going on after `origin_ns`, that the step waits for (`awaited`, raw ids),
+    or that ended last on its rank."""
     earlier = ops.filter(pl.col("kind").is_in(DEVICE_KINDS) & (pl.col("step").fill_null(step - 1) < step))
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     last = end_ns == end_ns.max().over("rank")
-    kept = earlier.filter((end_ns > origin_ns) | last)
+    kept = earlier.filter((end_ns > origin_ns) | last | pl.col("op_id").is_in(awaited.drop_nulls().implode()))
+    kept = kept.with_columns(to_ns=pl.max_horizontal(end_ns, pl.lit(origin_ns, pl.Int64)), ago=step - pl.col("step").fill_null(step - 1))
     return kept.with_columns(
-        id=row_id("op_id", BACKLOG), kind=pl.lit("boundary"), step=pl.lit(step - 1, pl.Int32), to_ns=end_ns, from_ns=pl.lit(origin_ns, pl.Int64),
-        start_ns=pl.lit(origin_ns, pl.Int64), dur_ns=(end_ns - origin_ns).clip(0), blocks=pl.lit(value=False),
+        id=row_id("op_id", BACKLOG), kind=pl.lit("boundary"), step=pl.lit(step - 1, pl.Int32), from_ns=pl.lit(origin_ns, pl.Int64),
+        start_ns=pl.lit(origin_ns, pl.Int64), dur_ns=pl.col("to_ns") - origin_ns, blocks=pl.lit(value=False),
         issue_ns=pl.coalesce("launch_ns", "start_ns"),
     ).sort("rank", "lane", "to_ns")  # fmt: skip
 
 
-def lead_rows(hosts: pl.DataFrame, step: int, origin_ns: int) -> pl.DataFrame:
-    """One row a thread: from the graph's origin until its first op of the step begins."""
-    first = hosts.group_by("rank", "lane", maintain_order=True).agg(pl.col("from_ns").min())
+def lead_rows(hosts: pl.DataFrame, started: pl.Series, step: int, origin_ns: int) -> pl.DataFrame:
+    """One row a thread: from the graph's origin until its first op of the step begins.
+
+    A thread whose first op another thread starts (`started`, row ids) has no lead: it begins when it is started.
+    """
+    first = hosts.group_by("rank", "lane", maintain_order=True).agg(pl.col("from_ns").min(), pl.col("id").first())
+    first = first.filter(~pl.col("id").is_in(started.implode()))
     return first.select(
         "rank", "lane", id=LEAD_ID - pl.int_range(pl.len(), dtype=pl.Int64), kind=pl.lit("boundary"), name=pl.lit("host lead"),
         step=pl.lit(step - 1, pl.Int32), start_ns=pl.lit(origin_ns, pl.Int64), from_ns=pl.lit(origin_ns, pl.Int64), to_ns="from_ns",
