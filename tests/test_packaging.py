@@ -46,9 +46,11 @@ def pinned() -> dict[str, str]:
     return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
 
 
+DISTRIBUTIONS = metadata.packages_distributions()
+
+
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
     """Each distribution that a module imports, and whether it does so as soon as it is imported itself."""
-    distributions = metadata.packages_distributions()
 
     def visit(node: ast.AST, eager: bool) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.Import):
@@ -58,7 +60,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
         else:
             names = []
         for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"lumos_nb"}:
-            yield canonicalize_name(distributions.get(top, [top])[0]), eager
+            yield canonicalize_name(DISTRIBUTIONS.get(top, [top])[0]), eager
         inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
             isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         )
