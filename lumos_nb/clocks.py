@@ -12,6 +12,10 @@ LAUNCH_FLOOR_NS = 1_000
 MAX_EDGE_LOSS = 4
 """How many collectives more a rank may have lost at the end of its window than the rank that it is matched with."""
 
+HIDDEN_SPREAD_NS = 200_000
+HIDDEN_SHARE = 0.1
+"""An op hides a collective if its ranks start it at least the former apart, and end it within the latter share of that."""
+
 SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
 """Collectives that end together on all ranks, to within their last message; the others may end apart."""
 
@@ -33,7 +37,8 @@ def align_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     ops, shifts = shift_device_clocks(ops)
     ops = match_collectives(ops)
     ops, offsets = align_ranks(ops)
-    return ops, pl.concat([shifts, offsets])
+    ops, hidden = find_hidden_collectives(ops)
+    return ops, pl.concat([shifts, offsets, hidden])
 
 
 def shift_device_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -141,3 +146,36 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         detail=pl.format("to make {} collectives end with rank {}'s; they are {} ns apart after it (median)", "count", first, "residual"),
     )  # fmt: skip
     return shifted.drop("offset"), report
+
+
+def find_hidden_collectives(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Make a collective of each op that ends together on all ranks although it starts apart, in most of its repetitions.
+
+    Some operators wait for all ranks inside, and no record says so: gradient clipping, a checkpoint's barrier. Such a host
+    op or kernel becomes kind "comm" with collective "hidden" and a `match` of its own, so that its wait is not taken for work.
+    """
+    n_ranks = ops["rank"].n_unique()
+    work = pl.col("kind").is_in(["kernel", "cpu"]) & pl.col("call").is_null()
+    key = ["kind", "name", "phase"]
+    named = ops.filter(work).with_columns(number=pl.int_range(pl.len()).over("rank", "step", *key, order_by="start_ns"))
+    place = [*key, "number"]
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    each = named.group_by("step", *place).agg(
+        ranks=pl.col("rank").n_unique(), starts=pl.col("start_ns").max() - pl.col("start_ns").min(), ends=end_ns.max() - end_ns.min()
+    ).filter((pl.col("ranks") == n_ranks) & (n_ranks > 1))  # fmt: skip
+    together = (pl.col("starts") >= HIDDEN_SPREAD_NS) & (pl.col("ends") <= HIDDEN_SHARE * pl.col("starts"))
+    sites = each.group_by(place).agg(share=together.mean(), repetitions=pl.len())
+    hidden = sites.filter((pl.col("share") > 0.5) & (pl.col("repetitions") > 1)).select(place)
+    found = named.join(hidden, on=place).select("op_id", "rank", "dur_ns", key=pl.struct("step", *place))
+    first = ops["match"].max() or 0
+    found = found.with_columns(hidden=pl.col("key").rank("dense").cast(pl.Int64) + first)
+    marked = ops.join(found.select("op_id", "hidden"), on="op_id", how="left", maintain_order="left")
+    is_hidden = pl.col("hidden").is_not_null()
+    report = found.group_by("rank").agg(count=pl.len().cast(pl.Int64), time_ns=pl.col("dur_ns").sum()).sort("rank")
+    return marked.with_columns(
+        match=pl.coalesce("match", "hidden"), kind=pl.when(is_hidden).then(pl.lit("comm")).otherwise("kind"),
+        collective=pl.when(is_hidden).then(pl.lit("hidden")).otherwise("collective"),
+    ).drop("hidden"), report.select(
+        what=pl.lit("hidden collectives"), rank="rank", count="count", time_ns="time_ns",
+        detail=pl.lit("ops that end together on all ranks although they start apart: split into waiting and transfer"),
+    )  # fmt: skip

@@ -148,7 +148,7 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     rows = measure.settle(measure.in_issue_order(rows, edges), edges)
     rows, edges = measure.add_lags(rows, edges)
     rows = measure.in_issue_order(rows, edges)
-    return _finished(rows, edges, step, pl.concat([recording.report, *notes, _evidence(edges)]), sizes)
+    return _finished(rows, edges, step, pl.concat([recording.report, *notes, _evidence(rows, edges)]), sizes)
 
 
 def _is_cuda(ops: pl.DataFrame) -> bool:
@@ -158,16 +158,16 @@ def _is_cuda(ops: pl.DataFrame) -> bool:
 def _rows_and_edges(
     recording: Recording, here: pl.DataFrame, waits: pl.DataFrame, queue: pl.DataFrame, step: int
 ) -> tuple[pl.DataFrame, pl.DataFrame, list[pl.DataFrame]]:
-    on_stream = pl.col("kind").is_in(DEVICE_KINDS)
+    on_stream = pl.col("kind").is_in(DEVICE_KINDS) & ~lanes.IS_HIDDEN_ON_HOST
     calls = here.filter(~on_stream)
     hosts = lanes.host_rows(calls, waits, queue.filter("full")["op_id"])
     hosts, engine_edges = rules.engine(hosts)
     streams = lanes.stream_rows(here.filter(on_stream), waits, calls)
-    joins = lanes.join_rows(streams)
+    joins = lanes.join_rows(pl.concat([streams, hosts], how="diagonal_relaxed"))
     streams, estimated = lanes.absent_peers(streams, joins, lanes.usual_transfers(recording.ops), recording.world_size)
     begun = recording.ops.filter(on_stream & (pl.col("step").fill_null(step - 1) < step))
     last_ends = begun.group_by("rank").agg((pl.col("start_ns") + pl.col("dur_ns")).max().alias("end_ns"))["end_ns"]
-    origin_ns = min(v for v in (hosts["from_ns"].min(), last_ends.min()) if v is not None)
+    origin_ns = int(pl.concat([hosts["from_ns"], last_ends]).min())  # type: ignore[arg-type]
     backlog = lanes.backlog_rows(recording.ops, waits["target"], step, origin_ns)
     leads = lanes.lead_rows(hosts, engine_edges["dst"], step, origin_ns)
     rows = pl.concat([hosts, streams, joins, backlog, leads], how="diagonal_relaxed").with_columns(pl.col("ago").fill_null(0))
@@ -179,7 +179,7 @@ def _rows_and_edges(
             rules.launches(hosts, streams),
             rules.event_waits(waits, rows),
             rules.host_waits(waits, streams, backlog),
-            rules.collectives(streams, joins),
+            rules.collectives(pl.concat([streams, hosts], how="diagonal_relaxed"), joins),
             rules.queue_edges(queue, rows),
             rules.first_on_lane(leads, hosts),
             rules.first_on_lane(backlog, streams),
@@ -202,12 +202,29 @@ def _estimates(streams: pl.DataFrame, estimated: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _evidence(edges: pl.DataFrame) -> pl.DataFrame:
-    return (
-        edges.group_by("rule", "evidence").len().sort("rule", "evidence")
-        .select(what=pl.format("edges of rule {}", "rule"), rank=pl.lit(None, pl.Int32), count=pl.col("len").cast(pl.Int64),
-                time_ns=pl.lit(None, pl.Int64), detail=pl.format("evidence: {}", "evidence"))
+def _evidence(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
+    """Links by rule and evidence, with the waiting time that hangs on each; and the delays that hang on nothing.
+
+    The time between a row and the one before it on its lane hangs on the edge that was satisfied last.
+    """
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    placed = rows.filter((pl.col("kind") != "boundary") & (pl.col("lane") != "net")).sort("rank", "lane", "start_ns", maintain_order=True)
+    waited = placed.select("id", "start_ns", waited_ns=pl.col("start_ns") - end_ns.shift(1).over("rank", "lane"))
+    starts = rows.select("id", from_start_ns="start_ns", from_end_ns=end_ns)
+    tied = edges.join(starts, left_on="src", right_on="id").with_columns(
+        ready_ns=pl.when("from_start").then("from_start_ns").otherwise("from_end_ns") + pl.col("lag_ns")
+    )
+    last = tied.sort("ready_ns", pl.col("rule").is_in(["thread", "stream"]).not_(), maintain_order=True).unique("dst", keep="last")
+    hanging = last.join(waited, left_on="dst", right_on="id").group_by("rule", "evidence").agg(pl.col("waited_ns").clip(0).sum())
+    links = edges.group_by("rule", "evidence").len().join(hanging, on=["rule", "evidence"], how="left").sort("rule", "evidence")
+    delays = rows.filter(pl.col("kind") == "unexplained").select(
+        what=pl.lit("explained by nothing"), rank=pl.lit(None, pl.Int32), count=pl.len().cast(pl.Int64),
+        time_ns=pl.col("dur_ns").sum(), detail=pl.lit("rows of kind unexplained"),
     )  # fmt: skip
+    return pl.concat([links.select(
+        what=pl.format("edges of rule {}", "rule"), rank=pl.lit(None, pl.Int32), count=pl.col("len").cast(pl.Int64),
+        time_ns=pl.col("waited_ns").fill_null(0), detail=pl.format("evidence: {}", "evidence"),
+    ), delays.head(1)])  # fmt: skip
 
 
 KEPT = ("site", "nth", "call_name", "match", "ago")

@@ -13,6 +13,9 @@ LEAD_ID = -(1 << 40)
 
 BLOCKING_CALLS = ("sync_stream", "sync_event", "sync_device", "free", "wait_comm")
 
+IS_HIDDEN_ON_HOST = (pl.col("collective") == "hidden").fill_null(value=False) & pl.col("device").is_null()
+"""A collective that a host op hides: it stays on its thread."""
+
 ABSENT = "waiting for ranks without a trace"
 
 TRANSFER_QUANTILE = 0.1

@@ -37,6 +37,8 @@ RAW_COLUMNS: dict[str, pl.DataType] = {
 
 FRAME_CATEGORIES = ("cpu_op", "user_annotation")
 
+_ALL_COLUMNS = {**OPS.columns, **RAW_COLUMNS}
+
 COMM_ARGUMENTS = {
     "Collective name": pl.String(),
     "Process Group Name": pl.String(),
@@ -110,8 +112,8 @@ def _rank_ops(events: pl.DataFrame) -> pl.DataFrame:
         dtype=pl.col("args").str.extract(_DTYPE),
         bytes=pl.col("own_args").str.extract(_BYTES).cast(pl.Float64),
     )
-    missing = [pl.lit(None, dtype).alias(c) for c, dtype in (OPS.columns | RAW_COLUMNS).items() if c not in ops.columns]
-    return ops.with_columns(missing).select(pl.col(c).cast(dtype) for c, dtype in (OPS.columns | RAW_COLUMNS).items())
+    missing = [pl.lit(None, dtype).alias(c) for c, dtype in _ALL_COLUMNS.items() if c not in ops.columns]
+    return ops.with_columns(missing).select(pl.col(c).cast(dtype) for c, dtype in _ALL_COLUMNS.items())
 
 
 _EMPTY = pl.DataFrame(schema={"call": pl.String, "correlation": pl.Int64, "step": pl.Int32, "thread": pl.Int64, "parent": pl.String,
