@@ -14,7 +14,7 @@ import pytest
 
 from lumos_nb._jit import jit, warm
 
-KERNEL = '''
+KERNEL = """
 from lumos_nb._jit import cache_enabled, jit
 
 @jit("int64(int64[::1])")
@@ -23,7 +23,7 @@ def total(values):
     for value in values:
         sum_ += value
     return sum_
-'''
+"""
 
 USE = "import numpy, kernel; print(kernel.total(numpy.arange(5)), kernel.cache_enabled())"
 
