@@ -12,18 +12,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lumos_nb.critical_path import Result as Result
     from lumos_nb.critical_path import replay as replay
+    from lumos_nb.critical_path import sweep as sweep
+    from lumos_nb.evaluate import mechanistic as mechanistic
     from lumos_nb.graph import Graph as Graph
+    from lumos_nb.graph import build_graph as build_graph
+    from lumos_nb.ops import build_ops as build_ops
     from lumos_nb.partition import activity as activity
     from lumos_nb.partition import breakdown as breakdown
     from lumos_nb.partition import compare as compare
+    from lumos_nb.steady import repeat as repeat
+    from lumos_nb.traces.perfetto import write_perfetto as write_perfetto
     from lumos_nb.traces.run import Run as Run
     from lumos_nb.traces.run import load_run as load_run
 
 _MODULES = {
     "lumos_nb.traces.run": ("Run", "load_run"),
-    "lumos_nb.graph": ("Graph",),
-    "lumos_nb.critical_path": ("Result", "replay"),
+    "lumos_nb.traces.perfetto": ("write_perfetto",),
+    "lumos_nb.ops": ("build_ops",),
+    "lumos_nb.graph": ("Graph", "build_graph"),
+    "lumos_nb.steady": ("repeat",),
+    "lumos_nb.critical_path": ("Result", "replay", "sweep"),
     "lumos_nb.partition": ("activity", "breakdown", "compare"),
+    "lumos_nb.evaluate": ("mechanistic",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
