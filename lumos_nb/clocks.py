@@ -71,11 +71,16 @@ def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
     its collectives keep the steadiest distance from those of the rank that has most.
     """
     comm = ops.filter(pl.col("kind") == "comm").select(
-        "op_id", "rank", "collective", "group", "comm_seq", "start_ns", "dur_ns"
+        "op_id", "rank", "collective", "group", "comm_seq", "peer", "start_ns", "dur_ns"
     )
     comm = comm.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"), number=pl.lit(None, pl.Int64))
+    # A message is one thing on both its ranks: a send there is a receive here.
+    message = pl.col("collective").is_in(["send", "recv"]) & pl.col("peer").is_not_null()
+    sends = pl.col("collective") == "send"
+    ends = pl.format("{}->{}", pl.when(sends).then("rank").otherwise("peer"), pl.when(sends).then("peer").otherwise("rank"))
+    comm = comm.with_columns(kind=pl.when(message).then(pl.format("message {}", ends)).otherwise("collective"))
     numbered = []
-    for part in comm.partition_by("group", "collective", maintain_order=True):
+    for part in comm.partition_by("group", "kind", maintain_order=True):
         if part["comm_seq"].null_count() == 0:
             numbered.append(part.with_columns(number="comm_seq"))
         else:
@@ -83,7 +88,7 @@ def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
     if not numbered:
         return ops.with_columns(match=pl.lit(None, pl.Int64))
     table = pl.concat(numbered)
-    key = pl.struct(pl.col("group").fill_null(""), "collective", "number")
+    key = pl.struct(pl.col("group").fill_null(""), "kind", "number")
     table = table.with_columns(match=key.rank("dense").cast(pl.Int64))
     return ops.join(table.select("op_id", "match"), on="op_id", how="left", maintain_order="left")
 
@@ -119,6 +124,7 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Shift each rank's clock by one constant so that collectives end together.
 
     Method: the median over collectives of this rank's end minus the lowest rank's, on symmetric collectives if there are any.
+    A message ends later on the rank that receives it: the two directions are taken apart, and their mean is the offset.
     """
     ends = ops.filter(pl.col("match").is_not_null()).select(
         "match", "rank", "collective", end_ns=pl.col("start_ns") + pl.col("dur_ns")
@@ -127,15 +133,15 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         ends = symmetric
     first = pl.lit(ends["rank"].min(), pl.Int32)
     base = ends.filter(pl.col("rank") == first).select("match", base_ns="end_ns")
-    apart = (
-        ends.filter(pl.col("rank") != first)
-        .join(base, on="match")
-        .with_columns(apart=pl.col("end_ns") - pl.col("base_ns"))
+    apart = ends.filter(pl.col("rank") != first).join(base, on="match").with_columns(
+        apart=pl.col("end_ns") - pl.col("base_ns"), way=pl.when(pl.col("collective").is_in(["send", "recv"])).then("collective")
+    )  # fmt: skip
+    each_way = apart.group_by("rank", "way").agg(
+        pl.col("apart").median(), residual=(pl.col("apart") - pl.col("apart").median()).abs().median(), count=pl.len()
     )
-    offsets = apart.group_by("rank").agg(
-        offset=pl.col("apart").median().round().cast(pl.Int64),
-        residual=(pl.col("apart") - pl.col("apart").median()).abs().median().cast(pl.Int64),
-        count=pl.len().cast(pl.Int64),
+    offsets = each_way.group_by("rank").agg(
+        offset=pl.col("apart").mean().round().cast(pl.Int64), residual=pl.col("residual").max().cast(pl.Int64),
+        count=pl.col("count").sum().cast(pl.Int64),
     ).sort("rank")  # fmt: skip
     shifted = ops.join(offsets.select("rank", "offset"), on="rank", how="left", maintain_order="left").with_columns(
         start_ns=pl.col("start_ns") - pl.col("offset").fill_null(0),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import polars as pl
 
-from lumos_nb.critical_path import replay
+from lumos_nb.critical_path import replay, sweep
+from lumos_nb.errors import GraphError
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.lanes import ABSENT
+from lumos_nb.partition import breakdown
+from lumos_nb.steady import repeat
 from lumos_nb.traces.run import Run
 
 OWN_KINDS = ("kernel", "memcpy", "memset", "cpu", "alloc")
@@ -133,8 +137,9 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
     -------
     table
         A row a step: `step`, `measured_ns`, `predicted_ns`, `error`, `null_ns` (the step before, or after the first),
-        `null_error`, `no_events_error` and `no_joins_error` (ablations: without waits between streams; without joins of
-        ranks), `host_bound` (the host's own chain alone explains 98 % of the step, so that a small error proves nothing).
+        `null_error`, then the errors of ablations (`no_events_error`: without waits between streams; `no_waits_error`: without
+        waits of host threads too; `no_joins_error`: without joins of ranks), and of the predicted step `wait_share` (time on its path that
+        only waits) and `host_share` (time on its path that is the host's own: near 1 the error says nothing about the graph).
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
     times = recording.step_times()
@@ -158,7 +163,7 @@ def _scored(graph: Graph, measured_ns: int, null_ns: int) -> dict[str, object]:
         result.composition.filter(pl.col("kind").is_in(["cpu", "gap", "alloc", "launch"]))["time_ns"].sum()
         / result.step_ns
     )
-    waiting = result.composition.filter(pl.col("kind") == "wait")["time_ns"].sum() / result.step_ns
+    waited = result.composition.filter(pl.col("kind") == "wait")["time_ns"].sum() / result.step_ns
 
     def error(predicted_ns: int) -> float:
         return predicted_ns / measured_ns - 1
@@ -173,6 +178,95 @@ def _scored(graph: Graph, measured_ns: int, null_ns: int) -> dict[str, object]:
         "no_events_error": error(replay(without_rules(graph, "event")).step_ns),
         "no_waits_error": error(replay(without_rules(graph, "event", "sync")).step_ns),
         "no_joins_error": error(replay(without_rules(graph, "collective")).step_ns),
-        "wait_share": waiting,
+        "wait_share": waited,
         "host_share": share,
     }
+
+
+HALVED = {
+    "kernels": ("kernel", "memcpy", "memset"),
+    "host": ("cpu", "gap", "launch"),
+    "transfers": ("comm",),
+}
+
+
+def what_ifs(graph: Graph) -> pl.DataFrame:
+    """What halving all kernels, all host work or all transfers makes of a step, in its steady state, beside bounds.
+
+    A graph may replay a step exactly and still answer every what-if wrongly; these answers can be held against what anyone can
+    add up: no step is shorter than what its busiest thread, stream or link must do.
+
+    Returns
+    -------
+    table
+        A row a change: `change`, `step_ns`, `times` (of the unchanged step), `bound_ns` (busiest lane after the change).
+    """
+    steady = repeat(graph)
+    present = set(steady.ops["kind"].unique())
+    changes = {"none": ()} | HALVED
+    scenarios = [{"scenario": name} | {k: 0.5 for k in kinds if k in present} for name, kinds in changes.items()]
+    swept = sweep(steady, scenarios)
+    work = graph.ops.filter((pl.col("kind") != "boundary") & (pl.col("lane") != "net"))
+    bounds = []
+    for kinds in changes.values():
+        dur = pl.col("dur_ns") * pl.when(pl.col("kind").is_in(kinds)).then(0.5).otherwise(1.0)
+        bounds.append(work.group_by("rank", "lane").agg(dur.sum())["dur_ns"].max())
+    base = swept["step_ns"][0]
+    return swept.select(
+        change="scenario", step_ns="step_ns", times=pl.col("step_ns") / base, bound_ns=pl.Series(bounds, dtype=pl.Float64)
+    )
+
+
+DELAY_MARK = r"^delay=([0-9.]+)"
+"""Host work that a recording names so was delayed by that many milliseconds on purpose."""
+
+
+def delayed_steps(run: Run | Recording) -> pl.DataFrame:
+    """Predict each step of a run with logged delays from the steps that were delayed otherwise.
+
+    The graph of another step gets this step's logged delay in place of its own, and is replayed; the prediction is the median over
+    all such steps, the null their median time unchanged.
+
+    Returns
+    -------
+    table
+        A row a step: `step`, `delay_ns`, `delayed_rank`, `measured_ns`, `predicted_ns`, `error`, `null_ns`, `null_error`,
+        `path_share` (of the measured step's path that lies on the delayed rank), `peer_wait_ns` (the others' waiting for it).
+    """
+    recording = run if isinstance(run, Recording) else Recording.of(run)
+    times = dict(recording.step_times().filter(~pl.col("edge")).select("step", "step_ns").iter_rows())
+    graphs = {step: build_graph(recording, step) for step in times}
+    logged = {step: _logged_delay(graph) for step, graph in graphs.items()}
+    delayed = [mark for mark in logged.values() if mark is not None]
+    if not delayed:
+        raise GraphError("no step logs a delay; the recording needs a range named 'delay=<ms>ms' around it.")
+    rank = delayed[0][1]
+    rows = []
+    for step, measured_ns in times.items():
+        delay_ns = (logged[step] or (0, rank))[0]
+        others = [s for s, mark in logged.items() if mark is not None and mark[0] != delay_ns]
+        predicted = [replay(_with_delay(graphs[s], delay_ns)).step_ns for s in others]
+        result = replay(graphs[step])
+        on_rank = result.composition.filter(pl.col("rank") == rank)["time_ns"].sum() / result.step_ns
+        waits = breakdown(graphs[step]).filter((pl.col("rank") != rank) & (pl.col("part") == "exposed_wait"))["time_ns"].sum()
+        predicted_ns, null_ns = median(predicted), median(times[s] for s in others)
+        rows.append({
+            "step": step, "delay_ns": delay_ns, "delayed_rank": rank, "measured_ns": measured_ns,
+            "predicted_ns": predicted_ns, "error": predicted_ns / measured_ns - 1, "null_ns": null_ns,
+            "null_error": null_ns / measured_ns - 1, "path_share": on_rank, "peer_wait_ns": waits,
+        })  # fmt: skip
+    return pl.DataFrame(rows)
+
+
+def _logged_delay(graph: Graph) -> tuple[int, int] | None:
+    """The delay that a step logs, in ns, and its rank; None for a step without one."""
+    marked = graph.ops.filter(pl.col("name").str.contains(DELAY_MARK) & (pl.col("kind") == "cpu"))
+    if marked.is_empty():
+        return None
+    delay_ms = marked["name"].str.extract(DELAY_MARK).cast(pl.Float64)
+    return round(float(delay_ms[0]) * 1e6), int(marked["rank"][0])
+
+
+def _with_delay(graph: Graph, delay_ns: int) -> Graph:
+    marked = pl.col("name").str.contains(DELAY_MARK) & (pl.col("kind") == "cpu")
+    return replace(graph, ops=graph.ops.with_columns(dur_ns=pl.when(marked).then(delay_ns).otherwise("dur_ns")))

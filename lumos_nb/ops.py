@@ -102,6 +102,7 @@ def step_marks(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def _rank_ops(events: pl.DataFrame) -> pl.DataFrame:
+    events = _distinct_ids(events)
     marks = step_marks(events)
     host = events.filter(pl.col("thread").is_not_null() & (pl.col("dur_ns") >= 0))
     lanes = [_thread_ops(lane, marks) for lane in host.partition_by("thread", maintain_order=True)]
@@ -116,7 +117,22 @@ def _rank_ops(events: pl.DataFrame) -> pl.DataFrame:
     return ops.with_columns(missing).select(pl.col(c).cast(dtype) for c, dtype in _ALL_COLUMNS.items())
 
 
-_EMPTY = pl.DataFrame(schema={"call": pl.String, "correlation": pl.Int64, "step": pl.Int32, "thread": pl.Int64, "parent": pl.String,
+def _distinct_ids(events: pl.DataFrame) -> pl.DataFrame:
+    """No correlation id of 0 (it means none), nor one that launches share: work belongs to the last of them before it."""
+    events = events.with_columns(pl.col("correlation").replace(0, None))
+    is_call = pl.col("category").is_in(CALL_CATEGORIES)
+    ids = events.filter(is_call)["correlation"].drop_nulls()
+    shared = ids.filter(ids.is_duplicated()).unique()
+    if shared.is_empty():
+        return events
+    launches = (is_call & (classify(pl.col("name"), CALL_PATTERNS) == "launch")).fill_null(value=False)
+    nth = launches.cum_sum().over("correlation", order_by="start_ns")
+    fresh = (pl.struct("correlation", nth=nth).hash(8) // 2).cast(pl.Int64)
+    again = pl.col("correlation").is_in(shared.implode()) & (nth > 1)
+    return events.with_columns(correlation=pl.when(again).then(fresh).otherwise("correlation"))
+
+
+_EMPTY = pl.DataFrame(schema={"name": pl.String, "start_ns": pl.Int64, "call": pl.String, "correlation": pl.Int64, "step": pl.Int32, "thread": pl.Int64, "parent": pl.String,
                               "around": pl.String, "frame": pl.Int64, "top_frame": pl.Int64, "args": pl.String, "phase": pl.String, "micro_batch": pl.Int32,
                               "site": pl.UInt64, "call_name": pl.String, "launch_ns": pl.Int64})  # fmt: skip
 _LIST = r"\[(?:[^\[\]]|\[(?:[^\[\]]|\[[^\[\]]*\])*\])*\]"
@@ -158,7 +174,7 @@ def _thread_ops(events: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
         lane=pl.lit(f"cpu:{thread}"),
         dur_ns=pl.col("end_ns") - pl.col("start_ns"),
     ).sort("start_ns", "end_ns", maintain_order=True)
-    following = pl.coalesce("parent", "name").shift(-1).fill_null("end of trace")
+    following = pl.coalesce("parent", "name").shift(-1).fill_null("the next step")
     return rows.with_columns(
         name=pl.when(pl.col("kind") == "gap").then(pl.lit("before ") + following).otherwise("name"),
         step=_step_at(rows["start_ns"].to_numpy(writable=True), marks),
@@ -172,7 +188,10 @@ class _Frames:
         self.start = frames["start_ns"].to_numpy(writable=True)
         self.end = frames["end_ns"].to_numpy(writable=True)
         self.parent = call_stacks.nearest_encloser(self.start, self.end)
-        top = call_stacks.outermost(self.parent, (frames["category"] == "cpu_op").to_numpy(writable=True))
+        # An annotation that holds nothing else is host work that the user named: an operator like any other.
+        holds = np.zeros(self.parent.size, bool)
+        holds[self.parent[self.parent >= 0]] = True
+        top = call_stacks.outermost(self.parent, (frames["category"] == "cpu_op").to_numpy(writable=True) | ~holds)
         tops = top == np.arange(top.size)
         self.cuts = np.unique(np.concatenate([self.start[tops], self.end[tops]]))
         inherited = frames.select(phase=_PHASE, micro_batch=pl.col("name").str.extract(_MICRO_BATCH).cast(pl.Int32))

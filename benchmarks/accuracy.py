@@ -1,0 +1,142 @@
+"""Predicted against measured, on every recording at hand: `python -m benchmarks.accuracy` writes accuracy.json.
+
+Recordings of others (`../shared/traces`) are measured where they lie; without them their rows stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import polars as pl
+
+from benchmarks.rows import ACCURACY, Row, record
+from lumos_nb import datasets
+from lumos_nb.evaluate import delayed_steps, mechanistic, score_waits, what_ifs
+from lumos_nb.graph import Recording, build_graph
+from lumos_nb.traces.run import Run, load_run
+
+TRACES = Path(__file__).parents[1] / ".." / "shared" / "traces"
+
+OVERLAPPING = {
+    # recording: its folder or file, target of the mean error in percent
+    "torchrec_optimizer_2": ("torchrec/sst_long_a2a_optimizer_2", 5.0),
+    "torchrec_optimizer_3": ("torchrec/sst_long_a2a_optimizer_3", 5.0),
+    "torchrec_optimizer_4": ("torchrec/sst_long_a2a_optimizer_4", 1.5),
+    "MI300X_resnet": ("tracelens/mi300/resnet_act_checkpoint.json.gz", 1.5),
+    "trace_diff": ("hta/trace_diff/control", 3.0),
+    "ns_resolution": ("hta/ns_resolution_trace", 1.5),
+}
+HOST_BOUND = {
+    "df_index_resolver": "hta/df_index_resolver",
+    "nccl_data": "hta/nccl_parser_config",
+    "torchrec_resnet18": "torchrec/resnet18",
+}
+ABLATED = ("torchrec_optimizer_4", "MI300X_resnet", "trace_diff")
+SYNC_FILES = (
+    "hta/critical_path/alexnet",
+    "hta/critical_path/cuda_event_sync",
+    "hta/critical_path/end_to_end/simple_add/input",
+    "kineto/docs/traces/after_fix_trace.json",
+)
+
+
+def percent(values: pl.Series) -> float:
+    """Mean size of relative errors, in percent."""
+    return 100 * float(values.abs().mean())  # type: ignore[arg-type]
+
+
+def noise(measured: pl.Series) -> float:
+    """Scatter of the measured steps themselves: mean distance from their median, in percent of it."""
+    middle = float(measured.median())  # type: ignore[arg-type]
+    return 100 * float((measured - middle).abs().mean()) / middle  # type: ignore[arg-type]
+
+
+def mechanistic_rows(name: str, scored: pl.DataFrame, target: float | None) -> Iterator[Row]:
+    """Rows of one recording: error beside null, ablation, waiting on the path."""
+    error = percent(scored["error"])
+    bound = f"host-bound ({scored['host_share'].mean():.0%} of the path): proves nothing" if target is None else ""
+    yield Row(
+        f"mechanistic/{name}", error, "%", "null", percent(scored["null_error"]), noise(scored["measured_ns"]),
+        "" if target is None else f"<= {target}", f"{scored.height} steps. {bound}".strip(),
+    )  # fmt: skip
+    yield Row(
+        f"waiting/{name}", 100 * float(scored["wait_share"].max()), "% of the path", target="<= 1.0",  # type: ignore[arg-type]
+    )  # fmt: skip
+    if name in ABLATED:
+        without = percent(scored["no_events_error"])
+        yield Row(f"ablation/{name}", without / error, "x", "error with all edges = 1", 1.0, target=">= 3.0",
+                  note=f"{without:.1f} % without waits between streams, {percent(scored['no_waits_error']):.1f} % without host waits too")  # fmt: skip
+
+
+def trace_rows() -> Iterator[Row]:
+    """Rows of the recordings of others."""
+    errors = []
+    for name, (path, target) in OVERLAPPING.items():
+        scored = mechanistic(load_run(TRACES / path))
+        errors.append(percent(scored["error"]))
+        yield from mechanistic_rows(name, scored, target)
+    yield Row("mechanistic/mean_of_overlapping", sum(errors) / len(errors), "%", target="<= 1.5", note=f"{len(errors)} recordings")
+    for name, path in HOST_BOUND.items():
+        yield from mechanistic_rows(name, mechanistic(load_run(TRACES / path)), None)
+    yield from what_if_rows("ns_resolution", load_run(TRACES / OVERLAPPING["ns_resolution"][0]))
+    yield from what_if_rows("torchrec_optimizer_4", load_run(TRACES / OVERLAPPING["torchrec_optimizer_4"][0]))
+    for path in SYNC_FILES:
+        score = score_waits(load_run(TRACES / path)).row(0, named=True)
+        name = path.removesuffix("/input").split("/")[-1].removesuffix(".json")
+        found = f"{score['tp']} of {score['tp'] + score['fn']} waits, {score['fp']} that are none"
+        for what in ("precision", "recall"):
+            if score[what] is not None:
+                yield Row(f"inferred_waits/{name}_{what}", 100 * score[what], "%", note=found)
+
+
+def what_if_rows(name: str, run: Run) -> Iterator[Row]:
+    """Rows of the what-if sanity table of one step."""
+    recording = Recording.of(run)
+    graph = build_graph(recording)
+    for row in what_ifs(graph).iter_rows(named=True):
+        target = "<= 0.6" if name == "ns_resolution" and row["change"] == "kernels" else ""
+        change = "unchanged" if row["change"] == "none" else f"{row['change']} halved"
+        yield Row(f"what_if/{name}, {change}", row["times"], "x step", "busiest lane alone", row["bound_ns"] / row["step_ns"] * row["times"],
+                  target=target)  # fmt: skip
+
+
+def bundled_rows() -> Iterator[Row]:
+    """Rows of the recordings in `datasets/`."""
+    for name in datasets.names(kind="run"):
+        scored = mechanistic(load_run(datasets.path(name)))
+        yield Row(
+            f"bundled/{name}", percent(scored["error"]), "%", "null", percent(scored["null_error"]), noise(scored["measured_ns"]),
+            note=f"{scored.height} steps on a CPU, which is host-bound by nature: own operators are given",
+        )  # fmt: skip
+    yield from delay_rows(delayed_steps(load_run(datasets.path("gpt-ddp2-delay"))))
+
+
+def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:
+    """Rows of the run with logged delays."""
+    error, null = percent(steps["error"]), percent(steps["null_error"])
+    yield Row("delay/error", error, "%", "null", null, note=f"{steps.height} steps, each predicted from steps with other delays")
+    yield Row("delay/error_over_null", error / null, "x", target="<= 0.5")
+    late = steps.filter(pl.col("delay_ns") >= 10_000_000)
+    yield Row("delay/paths_over_the_delayed_rank", 100 * float((late["path_share"] > 0.1).mean()), "%", target=">= 100",  # type: ignore[arg-type]
+              note=f"{late.height} steps delayed by 10 ms or more")  # fmt: skip
+    delay_ns, wait_ns = steps["delay_ns"].to_numpy(), steps["peer_wait_ns"].to_numpy()
+    slope = 100 * float(((delay_ns - delay_ns.mean()) * wait_ns).sum() / ((delay_ns - delay_ns.mean()) ** 2).sum())
+    yield Row("delay/shown_as_the_peer_waiting", slope, "%", target=">= 80", note="slope of the peer's waiting over the delay")
+
+
+def main() -> None:
+    """Measure what is at hand and write it down."""
+    rows = list(bundled_rows())
+    if TRACES.is_dir():
+        rows += trace_rows()
+    else:
+        print(f"no {TRACES}: rows of other people's recordings stay as they are", file=sys.stderr)
+    record(ACCURACY, rows)
+    for row in rows:
+        print(f"{row.name:45} {row.value:10.3f} {row.unit:14} {row.baseline} {row.baseline_value or ''} {row.target}")
+
+
+if __name__ == "__main__":
+    main()
