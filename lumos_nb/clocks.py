@@ -77,8 +77,9 @@ def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
     # A message is one thing on both its ranks: a send there is a receive here.
     message = pl.col("collective").is_in(["send", "recv"]) & pl.col("peer").is_not_null()
     sends = pl.col("collective") == "send"
-    ends = pl.format("{}->{}", pl.when(sends).then("rank").otherwise("peer"), pl.when(sends).then("peer").otherwise("rank"))
-    comm = comm.with_columns(kind=pl.when(message).then(pl.format("message {}", ends)).otherwise("collective"))
+    # Not pl.format: over conditions on rows of a slice it panics in polars 2.1.
+    source, sink = (pl.when(sends).then(one).otherwise(other).cast(pl.String) for one, other in (("rank", "peer"), ("peer", "rank")))
+    comm = comm.with_columns(kind=pl.when(message).then("message " + source + "->" + sink).otherwise("collective"))
     numbered = []
     for part in comm.partition_by("group", "kind", maintain_order=True):
         if part["comm_seq"].null_count() == 0:
@@ -125,24 +126,17 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
     Method: the median over collectives of this rank's end minus the lowest rank's, on symmetric collectives if there are any.
     A message ends later on the rank that receives it: the two directions are taken apart, and their mean is the offset.
+    A rank that the lowest never meets is aligned with those that were aligned before it.
     """
     ends = ops.filter(pl.col("match").is_not_null()).select(
         "match", "rank", "collective", end_ns=pl.col("start_ns") + pl.col("dur_ns")
     )
-    if (symmetric := ends.filter(pl.col("collective").is_in(SYMMETRIC))).height:
-        ends = symmetric
     first = pl.lit(ends["rank"].min(), pl.Int32)
-    base = ends.filter(pl.col("rank") == first).select("match", base_ns="end_ns")
-    apart = ends.filter(pl.col("rank") != first).join(base, on="match").with_columns(
-        apart=pl.col("end_ns") - pl.col("base_ns"), way=pl.when(pl.col("collective").is_in(["send", "recv"])).then("collective")
-    )  # fmt: skip
-    each_way = apart.group_by("rank", "way").agg(
-        pl.col("apart").median(), residual=(pl.col("apart") - pl.col("apart").median()).abs().median(), count=pl.len()
-    )
-    offsets = each_way.group_by("rank").agg(
-        offset=pl.col("apart").mean().round().cast(pl.Int64), residual=pl.col("residual").max().cast(pl.Int64),
-        count=pl.col("count").sum().cast(pl.Int64),
-    ).sort("rank")  # fmt: skip
+    offsets = pl.select(rank=first, offset=pl.lit(0, pl.Int64), residual=pl.lit(0, pl.Int64), count=pl.lit(0, pl.Int64))
+    pools = (ends.filter(pl.col("collective").is_in(SYMMETRIC)), ends)
+    while found := [rows for pool in pools if (rows := _offsets(pool, offsets)).height]:
+        offsets = pl.concat([offsets, found[0]])
+    offsets = offsets.filter(pl.col("rank") != first).sort("rank")
     shifted = ops.join(offsets.select("rank", "offset"), on="rank", how="left", maintain_order="left").with_columns(
         start_ns=pl.col("start_ns") - pl.col("offset").fill_null(0),
         launch_ns=pl.col("launch_ns") - pl.col("offset").fill_null(0),
@@ -152,6 +146,21 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         detail=pl.format("to make {} collectives end with rank {}'s; they are {} ns apart after it (median)", "count", first, "residual"),
     )  # fmt: skip
     return shifted.drop("offset"), report
+
+
+def _offsets(ends: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
+    """`rank`, `offset`, `residual`, `count` of the ranks that share collectives with those of known offset."""
+    base = ends.join(known, on="rank").sort("rank").group_by("match").agg(base_ns=(pl.col("end_ns") - pl.col("offset")).first())
+    apart = ends.join(known, on="rank", how="anti").join(base, on="match").with_columns(
+        apart=pl.col("end_ns") - pl.col("base_ns"), way=pl.when(pl.col("collective").is_in(["send", "recv"])).then("collective")
+    )  # fmt: skip
+    each_way = apart.group_by("rank", "way").agg(
+        pl.col("apart").median(), residual=(pl.col("apart") - pl.col("apart").median()).abs().median(), count=pl.len()
+    )
+    return each_way.group_by("rank").agg(
+        offset=pl.col("apart").mean().round().cast(pl.Int64), residual=pl.col("residual").max().cast(pl.Int64),
+        count=pl.col("count").sum().cast(pl.Int64),
+    )  # fmt: skip
 
 
 def find_hidden_collectives(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -143,10 +143,9 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
     times = recording.step_times()
-    first = recording.ops["step"].min()
-    chosen = list(steps) if steps is not None else times.filter(pl.col("step") > first)["step"].to_list()
-    if len(chosen) < 2 and times.height >= 2:
-        chosen = times["step"].to_list()
+    chosen = list(steps) if steps is not None else times["step"].to_list()[1:]
+    if len(chosen) < 2:
+        raise GraphError(f"a prediction from other steps needs at least two steps besides the first, not {chosen}.")
     measured = dict(times.select("step", "step_ns").iter_rows())
     rows = []
     for place, step in enumerate(chosen):

@@ -10,7 +10,7 @@ import polars as pl
 from lumos_nb import lanes, measure, rules
 from lumos_nb.clocks import align_clocks
 from lumos_nb.errors import GraphError
-from lumos_nb.ops import build_ops
+from lumos_nb.ops import build_ops, step_marks
 from lumos_nb.schema import DEVICE_KINDS, EDGES, OPS
 from lumos_nb.traces.run import Run
 from lumos_nb.waits import find_waits, identify, sync_records
@@ -56,12 +56,15 @@ class Recording:
         Ranks of the job, of which the recording may hold fewer.
     report
         As in `Graph.report`.
+    steps
+        The steps that the profiler marked, in order; the whole window is step 0 if it marked none.
     """
 
     ops: pl.DataFrame
     records: pl.DataFrame
     world_size: int
     report: pl.DataFrame
+    steps: tuple[int, ...]
 
     @classmethod
     def of(cls, run: Run) -> Recording:
@@ -70,39 +73,60 @@ class Recording:
         stated = run.ranks["world_size"].max()
         held = run.ranks.height
         world_size = max(held, int(stated)) if isinstance(stated, int) else held
-        return cls(identify(ops), sync_records(run.events), world_size, report)
+        steps = tuple(step_marks(run.events)["step"].unique().sort().to_list())
+        if not steps:
+            report = pl.concat([report, _UNMARKED.cast(dict(report.schema))])
+        return cls(identify(ops), sync_records(run.events), world_size, report, steps or (0,))
+
+    def _step_defining(self) -> pl.DataFrame:
+        """The ops whose ends make a step's end: device ops, or all where there is no device."""
+        work = self.ops.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+        on_device = work.filter(pl.col("device").is_not_null())
+        return on_device if on_device.height else work
+
+    def rank_starts(self, step: int) -> pl.DataFrame:
+        """When each rank had done what it did for earlier steps: `rank`, `device`, `at_ns`; the step's first op if it did nothing."""
+        work = self._step_defining()
+        earlier = work.filter(pl.col("step").fill_null(step - 1) < step).group_by("rank").agg(at_ns=pl.col("end_ns").max())
+        begin_ns = self.ops.filter(pl.col("step") == step)["start_ns"].min()
+        ranks = work.group_by("rank").agg(pl.col("device").min()).sort("rank")
+        return ranks.join(earlier, on="rank", how="left", maintain_order="left").with_columns(pl.col("at_ns").fill_null(begin_ns))
 
     def step_times(self) -> pl.DataFrame:
-        """Measured steps whose beginning is known: `step`, `start_ns`, `end_ns`, `step_ns`, `edge`.
+        """Measured steps: `step`, `start_ns`, `end_ns`, `step_ns`, `edge`.
 
         A step is the interval between the latest ends, over ranks, of the device ops that it and the steps before it
         launched; where there is no device, of their last host ops. `edge` marks the first and last profiled steps, which
-        the profiler's own start and end disturb.
+        the profiler's own start and end disturb. The first begins with its first op if nothing earlier was recorded: then it is
+        longer than the others by as much as the device runs behind the host.
         """
-        work = self.ops.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"))
-        if (device := work.filter(pl.col("device").is_not_null())).height:
-            work = device
-        first = self.ops["step"].min()
-        ends = (
-            work.group_by(pl.col("step").fill_null(pl.lit(first, pl.Int32) - 1))
-            .agg(pl.col("end_ns").max())
-            .sort("step")
-        )
-        profiled = work.filter(pl.col("step").is_not_null() & (pl.col("step") > -1))["step"]
+        work = self._step_defining()
+        first = self.steps[0]
+        ends = work.group_by(pl.col("step").fill_null(first - 1)).agg(pl.col("end_ns").max()).sort("step")
+        if first - 1 not in ends["step"]:  # nothing was going on before: the first step begins with its first op
+            begin_ns = self.ops.filter(pl.col("step") == first)["start_ns"].min()
+            start = pl.DataFrame({"step": [first - 1], "end_ns": [begin_ns]}, schema=ends.schema)
+            ends = pl.concat([start, ends.filter(pl.col("step") >= first)])
         times = ends.with_columns(end_ns=pl.col("end_ns").cum_max()).with_columns(start_ns=pl.col("end_ns").shift(1))
-        return times.filter(pl.col("start_ns").is_not_null()).select(
+        return times.filter(pl.col("start_ns").is_not_null() & pl.col("step").is_in(self.steps)).select(
             "step", "start_ns", "end_ns", step_ns=pl.col("end_ns") - pl.col("start_ns"),
-            edge=(pl.col("step") == profiled.min()) | (pl.col("step") == profiled.max()),
+            edge=pl.col("step").is_in([first, self.steps[-1]]) & (len(self.steps) > 1),
         )  # fmt: skip
 
     def default_step(self) -> int:
         """The step of median length, not counting the first and last profiled ones if there are others."""
         times = self.step_times()
         if times.is_empty():
-            raise GraphError("the recording has no step whose beginning is known: it needs the end of the step before.")
+            raise GraphError("the recording has no op of any step: neither a runtime call, an operator nor device work.")
         inner = times.filter(~pl.col("edge"))
         chosen = inner if inner.height else times
         return int(chosen.sort("step_ns")["step"][chosen.height // 2])
+
+
+_UNMARKED = pl.DataFrame({
+    "what": ["no step marks"], "rank": [None], "count": [0], "time_ns": [None],
+    "detail": ["the profiler marked no step (ProfilerStep#n), so the whole window is taken as step 0"],
+})  # fmt: skip
 
 
 def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | None = None) -> Graph:
@@ -165,12 +189,12 @@ def _rows_and_edges(
     streams = lanes.stream_rows(here.filter(on_stream), waits, calls)
     joins = lanes.join_rows(pl.concat([streams, hosts], how="diagonal_relaxed"))
     streams, estimated = lanes.absent_peers(streams, joins, lanes.usual_transfers(recording.ops), recording.world_size)
-    begun = recording.ops.filter(on_stream & (pl.col("step").fill_null(step - 1) < step))
-    last_ends = begun.group_by("rank").agg((pl.col("start_ns") + pl.col("dur_ns")).max().alias("end_ns"))["end_ns"]
-    origin_ns = int(pl.concat([hosts["from_ns"], last_ends]).min())  # type: ignore[arg-type]
+    starts = recording.rank_starts(step)
+    origin_ns = int(pl.concat([hosts["from_ns"], starts["at_ns"]]).min())  # type: ignore[arg-type]
     backlog = lanes.backlog_rows(recording.ops, waits["target"], step, origin_ns)
     leads = lanes.lead_rows(hosts, engine_edges["dst"], step, origin_ns)
-    rows = pl.concat([hosts, streams, joins, backlog, leads], how="diagonal_relaxed").with_columns(pl.col("ago").fill_null(0))
+    begins = lanes.start_rows(starts, step, origin_ns)
+    rows = pl.concat([hosts, streams, joins, backlog, leads, begins], how="diagonal_relaxed").with_columns(pl.col("ago").fill_null(0))
     edges = pl.concat(
         [
             engine_edges,

@@ -188,12 +188,10 @@ def is_send() -> pl.Expr:
 
 
 def backlog_rows(ops: pl.DataFrame, awaited: pl.Series, step: int, origin_ns: int) -> pl.DataFrame:
-    """Device work of earlier steps that was still going on after `origin_ns`, that the step waits for (`awaited`, raw ids),
-    or that ended last on its rank."""
+    """Device work of earlier steps that was still going on after `origin_ns` or that the step waits for (`awaited`, raw ids)."""
     earlier = ops.filter(pl.col("kind").is_in(DEVICE_KINDS) & (pl.col("step").fill_null(step - 1) < step))
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    last = end_ns == end_ns.max().over("rank")
-    kept = earlier.filter((end_ns > origin_ns) | last | pl.col("op_id").is_in(awaited.drop_nulls().implode()))
+    kept = earlier.filter((end_ns > origin_ns) | pl.col("op_id").is_in(awaited.drop_nulls().implode()))
     kept = kept.with_columns(to_ns=pl.max_horizontal(end_ns, pl.lit(origin_ns, pl.Int64)), ago=step - pl.col("step").fill_null(step - 1))
     return kept.with_columns(
         id=row_id("op_id", BACKLOG), kind=pl.lit("boundary"), step=pl.lit(step - 1, pl.Int32), from_ns=pl.lit(origin_ns, pl.Int64),
@@ -211,6 +209,15 @@ def lead_rows(hosts: pl.DataFrame, started: pl.Series, step: int, origin_ns: int
     first = first.filter(~pl.col("id").is_in(started.implode()))
     return first.select(
         "rank", "lane", id=LEAD_ID - pl.int_range(pl.len(), dtype=pl.Int64), kind=pl.lit("boundary"), name=pl.lit("host lead"),
-        step=pl.lit(step - 1, pl.Int32), start_ns=pl.lit(origin_ns, pl.Int64), from_ns=pl.lit(origin_ns, pl.Int64), to_ns="from_ns",
+        step=pl.lit(step, pl.Int32), start_ns=pl.lit(origin_ns, pl.Int64), from_ns=pl.lit(origin_ns, pl.Int64), to_ns="from_ns",
         dur_ns=pl.col("from_ns") - origin_ns, blocks=pl.lit(value=False), phase=pl.lit("other"),
+    )  # fmt: skip
+
+
+def start_rows(starts: pl.DataFrame, step: int, origin_ns: int) -> pl.DataFrame:
+    """One row a rank that ends where its step begins (`Recording.rank_starts`); nothing waits for it."""
+    return starts.select(
+        "rank", "device", id=2 * LEAD_ID - pl.int_range(pl.len(), dtype=pl.Int64), kind=pl.lit("boundary"), name=pl.lit("step start"),
+        lane=pl.lit("net"), step=pl.lit(step - 1, pl.Int32), start_ns=pl.lit(origin_ns, pl.Int64), from_ns=pl.lit(origin_ns, pl.Int64),
+        to_ns="at_ns", dur_ns=pl.col("at_ns") - origin_ns, blocks=pl.lit(value=False), phase=pl.lit("other"),
     )  # fmt: skip

@@ -99,7 +99,8 @@ def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int)
     ]
     chosen = pl.concat([f.select(pl.col(c).cast(t) for c, t in WAITS.items()) for f in found])
     here = ops.filter(pl.col("step") == step).select("op_id")
-    return chosen.join(here, on="op_id", how="semi").unique(
+    apart = pl.col("lane").is_null() | pl.col("record_lane").is_null() | (pl.col("lane") != pl.col("record_lane"))
+    return chosen.filter(apart).join(here, on="op_id", how="semi").unique(
         ["op_id", "lane", "target", "record_lane"], maintain_order=True
     )
 
@@ -375,13 +376,13 @@ def _elect(
     elected = counted.join(held, on="site_key").filter(pl.col("len") >= MIN_SUPPORT * pl.col("repetitions"))
     elected = elected.sort("len", *identity, descending=True).unique("site_key", keep="first", maintain_order=True)
     targets = device.select(
-        "rank", target="op_id", target_step="step", target_site="site", target_nth="nth", target_end_ns="end_ns"
-    )
+        "rank", target="op_id", target_step="step", target_site="site", target_nth="nth", target_end_ns="end_ns", issued_ns="launch_ns"
+    )  # fmt: skip
     named = waits.join(elected, on="site_key").with_columns(target_step=pl.col("step") - pl.col("ago"))
     named = named.join(targets, on=["rank", "target_step", *identity])
     wrong = named.filter((pl.col("step") != unseen) & (pl.col("target_end_ns") > pl.col("at_ns") + tolerance_ns))
     return (
-        named.filter(pl.col("step") == step)
+        named.filter((pl.col("step") == step) & (pl.col("issued_ns") <= pl.col("call_ns")))
         .join(wrong, on="site_key", how="anti")
         .select(
             "op_id",
