@@ -75,7 +75,7 @@ class Recording:
         world_size = max(held, int(stated)) if isinstance(stated, int) else held
         steps = tuple(step_marks(run.events)["step"].unique().sort().to_list())
         if not steps:
-            report = pl.concat([report, _UNMARKED.cast(dict(report.schema))])
+            report = pl.concat([report, _UNMARKED.cast(report.schema)])
         return cls(identify(ops), sync_records(run.events), world_size, report, steps or (0,))
 
     def _step_defining(self) -> pl.DataFrame:
@@ -186,18 +186,21 @@ def _rows_and_edges(
     calls = here.filter(~on_stream)
     hosts = lanes.host_rows(calls, waits, queue.filter("full")["op_id"])
     hosts, engine_edges = rules.engine(hosts)
+    hosts, wake_edges = rules.idle_threads(hosts)
     streams = lanes.stream_rows(here.filter(on_stream), waits, calls)
     joins = lanes.join_rows(pl.concat([streams, hosts], how="diagonal_relaxed"))
     streams, estimated = lanes.absent_peers(streams, joins, lanes.usual_transfers(recording.ops), recording.world_size)
     starts = recording.rank_starts(step)
     origin_ns = int(pl.concat([hosts["from_ns"], starts["at_ns"]]).min())  # type: ignore[arg-type]
     backlog = lanes.backlog_rows(recording.ops, waits["target"], step, origin_ns)
-    leads = lanes.lead_rows(hosts, engine_edges["dst"], step, origin_ns)
+    started = pl.concat([engine_edges["dst"], wake_edges["dst"]])
+    leads = lanes.lead_rows(hosts, started, step, origin_ns)
     begins = lanes.start_rows(starts, step, origin_ns)
     rows = pl.concat([hosts, streams, joins, backlog, leads, begins], how="diagonal_relaxed").with_columns(pl.col("ago").fill_null(0))
     edges = pl.concat(
         [
             engine_edges,
+            wake_edges,
             rules.lane_order(hosts, "thread"),
             rules.lane_order(streams, "stream"),
             rules.launches(hosts, streams),

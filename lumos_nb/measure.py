@@ -98,10 +98,11 @@ def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.
         rows.select(dst="id", dst_start_ns="start_ns", rank="rank", dst_kind="kind"), on="dst", maintain_order="left"
     )
     early = (pl.col("rule") == "launch") & (pl.col("dst_start_ns") < pl.col("src_end_ns"))
+    wakes = pl.col("rule") == "wake"  # how long a thread takes to wake is not known, so all of it is the edge's
     timed = timed.with_columns(
         from_start=early,
         apart_ns=pl.col("dst_start_ns") - pl.when(early).then("src_start_ns").otherwise("src_end_ns"),
-        latent=pl.col("rule").is_in(LATENCY_RULES) & pl.col("dst_kind").is_in([*DEVICE_KINDS, "event", "launch"]),
+        latent=(pl.col("rule").is_in(LATENCY_RULES) & pl.col("dst_kind").is_in([*DEVICE_KINDS, "event", "launch"])) | wakes,
     )
     timed = timed.with_columns(binds=pl.col("apart_ns") == pl.col("apart_ns").min().over("dst"))
     usual = timed.filter(pl.col("latent") & pl.col("binds") & ~pl.col("from_start") & (pl.col("apart_ns") >= 0)).group_by("rank", "rule").agg(
@@ -109,7 +110,7 @@ def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.
     )  # fmt: skip
     timed = timed.join(usual, on=["rank", "rule"], how="left", maintain_order="left")
     cap = (
-        pl.when(pl.col("from_start"))
+        pl.when(pl.col("from_start") | wakes)
         .then("apart_ns")
         .when(pl.col("binds"))
         .then("most_ns")

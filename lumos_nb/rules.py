@@ -25,6 +25,9 @@ PLATEAU_SHARE = 0.02
 """Share of launches that must find the queue at its fullest before that counts as its size."""
 
 PLATEAU_MARGIN = 4
+IDLE_NS = 1_000_000
+"""A gap of a thread besides the caller and the engine that is longer than this is idling, ended by another thread."""
+
 DEFAULT_QUEUE = 1024
 """CUDA's launch queue where a trace never fills it."""
 
@@ -178,27 +181,28 @@ def queue_edges(queue: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     return _edges(_targets(queue.with_columns(dst=row_id("op_id", OWN)), known), "queue", "pattern")
 
 
+_BACKWARD = pl.col("parent").str.starts_with(ENGINE_OPERATOR).fill_null(value=False)
+
+
+def _callers(hosts: pl.DataFrame) -> pl.DataFrame:
+    """`rank`, `main`: each rank's thread with the most operators outside the autograd engine."""
+    own = (~_BACKWARD & pl.col("parent").is_not_null()).sum()
+    counts = hosts.group_by("rank", "lane").agg(own=own, rows=pl.len()).sort("own", "rows", "lane", descending=True)
+    return counts.unique("rank", keep="first", maintain_order=True).select("rank", main="lane")
+
+
 def engine(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Rule 2: the autograd thread starts when the calling thread starts it, and the caller goes on when it is done.
 
     The caller's stretch that spans a burst of the engine is cut in two: before the burst, and what remains after it. The
     engine's idling between bursts is no work and is dropped. Returns rows and edges.
     """
-    backward = hosts.filter(pl.col("parent").str.starts_with(ENGINE_OPERATOR).fill_null(value=False))
+    callers = dict(_callers(hosts).iter_rows())
+    engines = hosts.filter(_BACKWARD).select("rank", "lane").unique(maintain_order=True)
     all_edges = []
-    for rank in backward["rank"].unique(maintain_order=True):
-        mine = hosts.filter(pl.col("rank") == rank)
-        weight = mine.group_by("lane").agg(
-            own=(
-                ~pl.col("parent").str.starts_with(ENGINE_OPERATOR).fill_null(value=False)
-                & pl.col("parent").is_not_null()
-            ).sum()
-        )
-        caller = weight.sort("own", descending=True)["lane"][0]
-        for lane in backward.filter((pl.col("rank") == rank) & (pl.col("lane") != caller))["lane"].unique(
-            maintain_order=True
-        ):
-            hosts, edges = _engine_bursts(hosts, rank, caller, lane)
+    for rank, lane in engines.iter_rows():
+        if lane != callers[rank]:
+            hosts, edges = _engine_bursts(hosts, rank, callers[rank], lane)
             all_edges.append(edges)
     empty = _edges(pl.DataFrame(schema={"src": pl.Int64, "dst": pl.Int64}), "autograd")
     return hosts, pl.concat([empty, *all_edges])
@@ -242,3 +246,22 @@ def _engine_bursts(hosts: pl.DataFrame, rank: int, caller: str, lane: str) -> tu
     )
     back = bursts.select(src="last", dst=in_role("call", ENGINE_RETURN))
     return rows, pl.concat([_edges(bursts.select(src="call", dst="first"), "autograd"), _edges(back, "autograd")])
+
+
+def idle_threads(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Rule 2, other threads: after idling a thread is taken to be woken by what the calling thread was doing just before.
+
+    Nothing records who wakes a thread of a pool or a data loader. Gaps above `IDLE_NS` outside the caller and the engine are
+    dropped as no work, and the op after each follows the caller's op that had ended last: evidence "time".
+    """
+    rows = hosts.join(_callers(hosts), on="rank", how="left", maintain_order="left")
+    engine_lanes = rows.filter(_BACKWARD).select("rank", "lane").unique()
+    idle = rows.filter((pl.col("kind") == "gap") & (pl.col("lane") != pl.col("main")) & (pl.col("dur_ns") > IDLE_NS) & ~pl.col("blocks"))
+    idle = idle.join(engine_lanes, on=["rank", "lane"], how="anti")
+    following = rows.select("rank", "lane", from_ns="from_ns", dst="id").sort("from_ns")
+    woken = idle.select("rank", "lane", "to_ns").sort("to_ns").join_asof(
+        following, left_on="to_ns", right_on="from_ns", by=["rank", "lane"], strategy="forward", check_sortedness=False
+    )  # fmt: skip
+    wakers = rows.filter(pl.col("lane") == pl.col("main")).select("rank", end_ns="to_ns", src="id").sort("end_ns")
+    edges = woken.join_asof(wakers, left_on="to_ns", right_on="end_ns", by="rank", check_sortedness=False)
+    return rows.join(idle.select("id"), on="id", how="anti", maintain_order="left").drop("main"), _edges(edges, "wake", "time", hard=False)
