@@ -89,54 +89,57 @@ def topological(out_ptr: UInt32s, out_dst: Int32s) -> Int32s:
 
 
 @jit("int64[::1](uint32[::1], int64[::1], bool_[::1], int64[::1])")
-def lags_after_end(src: UInt32s, lag: Int64s, from_start: Bools, dur: Int64s) -> Int64s:
-    """Lag of every in-edge counted from the end of its source: negative where it counts from the start of a long op."""
-    after = np.empty_like(lag)
+def least_apart(src: UInt32s, lag: Int64s, from_start: Bools, dur: Int64s) -> Int64s:
+    """Least time from the start of each in-edge's source to the start of the op: its lag, and what it counts from."""
+    apart = np.empty_like(lag)
     for e in range(lag.size):
-        after[e] = lag[e] - dur[src[e]] * from_start[e]  # a product: a branch here would be mispredicted half the time
-    return after
+        apart[e] = lag[e] + dur[src[e]] * (not from_start[e])  # a product: a branch would be mispredicted too often
+    return apart
 
 
-@jit("void(uint32[::1], uint32[::1], int64[::1], int64[::1], int64[::1])")
-def earliest_ends(ptr: UInt32s, src: UInt32s, after: Int64s, dur: Int64s, end: Int64s) -> None:
-    """Fill `end` with the earliest end of every op: the longest path to it, in one pass."""
+def _starts(ptr: UInt32s, src: UInt32s, apart: Int64s | Int32s, start: Int64s) -> None:
+    """Fill `start` with the earliest start of every op: the longest path to it, in one pass."""
     one = np.uint32(1)
-    for v in range(dur.size):
+    for v in range(start.size):
         a, b = ptr[v], ptr[v + 1]
         if a == b:
-            end[v] = dur[v]
+            start[v] = 0
             continue
         z = np.uint32(
             b - one
         )  # first and last in-edge without a branch: most ops have one or two, in no order to predict
-        start = max(end[src[a]] + after[a], end[src[z]] + after[z])
+        t = max(start[src[a]] + apart[a], start[src[z]] + apart[z])
         for e in range(np.uint32(a + one), z):
-            start = max(start, end[src[e]] + after[e])
-        end[v] = start + dur[v]
+            t = max(t, start[src[e]] + apart[e])
+        start[v] = t
+
+
+starts = jit("void(uint32[::1], uint32[::1], int64[::1], int64[::1])")(_starts)
+starts_narrow = jit("void(uint32[::1], uint32[::1], int32[::1], int64[::1])")(_starts)
 
 
 @jit("int64[::1](uint32[::1], uint32[::1], int64[::1], bool_[::1], int64[::1], int64[::1])")
-def latest_ends(ptr: UInt32s, src: UInt32s, after: Int64s, from_start: Bools, dur: Int64s, due: Int64s) -> Int64s:
+def latest_ends(ptr: UInt32s, src: UInt32s, apart: Int64s, from_start: Bools, dur: Int64s, due: Int64s) -> Int64s:
     """Latest end to which every op could grow while each op still ends within `due`.
 
-    About `NEVER` where nothing limits it. An edge that counts from an op's start limits when the op runs (as a latest
-    end at its present duration) but not its growth.
+    About `NEVER` where nothing limits it. An edge that counts from an op's start limits when the op starts but not its
+    growth.
     """
-    latest = np.empty((due.size, 2), np.int64)  # at its present duration, and when it grows
+    latest = np.empty((due.size, 2), np.int64)  # start at its present duration, end when it grows
     for v in range(due.size):
-        latest[v, 0] = latest[v, 1] = due[v]
+        latest[v, 0], latest[v, 1] = due[v] - dur[v], due[v]
     for v in range(dur.size - 1, -1, -1):
-        start = latest[v, 0] - dur[v]
+        start = latest[v, 0]
         for e in range(ptr[v], ptr[v + 1]):
             u = src[e]
-            in_time = start - after[e]
+            in_time = start - apart[e]
             latest[u, 0] = min(latest[u, 0], in_time)
-            latest[u, 1] = min(latest[u, 1], NEVER if from_start[e] else in_time)
+            latest[u, 1] = min(latest[u, 1], NEVER if from_start[e] else in_time + dur[u])
     return latest[:, 1].copy()
 
 
-@jit("int32[:, ::1](uint32[::1], uint32[::1], int64[::1], int64[::1], int64[::1], int64)")
-def path_to(ptr: UInt32s, src: UInt32s, after: Int64s, dur: Int64s, end: Int64s, last: int) -> Int32s:
+@jit("int32[:, ::1](uint32[::1], uint32[::1], int64[::1], int64[::1], int64)")
+def path_to(ptr: UInt32s, src: UInt32s, apart: Int64s, start: Int64s, last: int) -> Int32s:
     """Ops on the path to `last` and the in-edge by which each was reached (-1: none), in time order: (length, 2).
 
     Of several in-edges that bind an op equally it takes the first.
@@ -151,7 +154,7 @@ def path_to(ptr: UInt32s, src: UInt32s, after: Int64s, dur: Int64s, end: Int64s,
             found = grown
         before, by = np.int64(-1), np.int64(-1)
         for e in range(ptr[v], ptr[v + 1]):
-            if end[src[e]] + after[e] == end[v] - dur[v]:
+            if start[src[e]] + apart[e] == start[v]:
                 before, by = np.int64(src[e]), np.int64(e)
                 break
         found[length, 0], found[length, 1] = v, by

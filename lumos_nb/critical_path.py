@@ -105,13 +105,14 @@ def replay(graph: Graph) -> Result:
     >>> result.step_ns, result.path.tail(3), result.composition
     """
     plan = Plan.of(graph)
-    end = plan.ends()
+    start = plan.starts()
+    end = start + plan.dur_ns
     origin_ns = graph.ops["start_ns"].min() or 0
     assert isinstance(origin_ns, int)
     lasts = last_ops(end, plan.group, plan.row, len(plan.groups))
     step_ends = plan.groups.with_columns(end_ns=origin_ns + end[lasts])
     last, before = _step_bounds(plan, end, lasts)
-    path = _path(graph, plan, end, last, origin_ns)
+    path = _path(graph, plan, start, last, origin_ns)
     step_end = int(end[last]) if last >= 0 else 0
     return Result(
         graph=graph,
@@ -143,7 +144,7 @@ def _replayed_ops(
     due = np.full_like(end, NEVER)
     if len(plan.groups):
         due[plan.group >= int(np.argmax(plan.groups["step"] == plan.groups["step"][-1]))] = step_end
-    latest = latest_ends(plan.ptr, plan.src, plan.after_ns, plan.from_start, plan.dur_ns, due)
+    latest = latest_ends(plan.ptr, plan.src, plan.apart_ns.astype(np.int64), plan.from_start, plan.dur_ns, due)
     start, slack = np.empty_like(end), np.empty_like(end)
     start[plan.row] = origin_ns + end - plan.dur_ns
     slack[plan.row] = np.where(latest > NEVER // 2, -1, latest - end)
@@ -155,13 +156,13 @@ def _replayed_ops(
     )
 
 
-def _path(graph: Graph, plan: Plan, end: Int64s, last: int, origin_ns: int) -> pl.DataFrame:
-    at, by = path_to(plan.ptr, plan.src, plan.after_ns, plan.dur_ns, end, last).T
+def _path(graph: Graph, plan: Plan, start: Int64s, last: int, origin_ns: int) -> pl.DataFrame:
+    at, by = path_to(plan.ptr, plan.src, plan.apart_ns.astype(np.int64), start, last).T
     edges = graph.edges[plan.edge[by[1:]]].select("rule", "evidence", "lag_ns")
     left_at_start = np.append(plan.from_start[by[1:]], [False])[: len(at)]
     ops: pl.DataFrame = graph.ops[plan.row[at]].select("op_id", "rank", "lane", "kind", "name", "start_ns", "dur_ns")
     return ops.with_columns(
-        start_ns=origin_ns + end[at] - plan.dur_ns[at], path_ns=np.where(left_at_start, 0, plan.dur_ns[at])
+        start_ns=origin_ns + start[at], path_ns=np.where(left_at_start, 0, plan.dur_ns[at])
     ).with_columns(pl.concat([edges.clear(min(len(at), 1)), edges]))
 
 
@@ -266,7 +267,7 @@ def sweep(
     scales = np.split(scale, range(block, scale.shape[1], block), axis=1)
     run = map if executor is None else executor.map
     blocks = list(run(sweep_block, [swept] * len(scales), scales))
-    base_ns = sweep_block(swept, np.ones((len(swept.classes), 1))).step_ns[0]
+    base_ns = _base_step_ns(plan)
     step_ns = np.concatenate([b.step_ns for b in blocks])
     slopes = np.concatenate([b.slope_ns for b in blocks], axis=1)
     ends_by_rank = np.concatenate([b.rank_end_ns for b in blocks], axis=1) if rank_ends else ()
@@ -282,6 +283,12 @@ def sweep(
             **{f"rank{r}_end_ns": end for r, end in zip(swept.ranks, ends_by_rank, strict=rank_ends)},
         }
     )
+
+
+def _base_step_ns(plan: Plan) -> int:
+    end = plan.starts() + plan.dur_ns
+    last, before = _step_bounds(plan, end, last_ops(end, plan.group, plan.row, len(plan.groups)))
+    return int(end[last]) - before if last >= 0 else 0
 
 
 def sweep_block(plan: SweepPlan, scale: Floats) -> _Block:

@@ -76,14 +76,16 @@ class Levels:
         ]
         return cls(op, op_bounds, edge, place[src][edge], edge_bounds, segments)
 
-    def ends(self, after: Int64s, dur: Int64s) -> Int64s:
-        """End of every op, renumbered; `after` (e,) and `dur` (n,) in the orders of `edge` and `op`."""
-        end = dur.copy()
+    def starts(self, apart: Int64s) -> Int64s:
+        """Start of every op, renumbered; `apart` (e,), the least time between the starts of its ops, as `edge`."""
+        start = np.zeros(len(self.op), np.int64)
         for level in range(1, len(self.segments)):
             edges = slice(self.edge_bounds[level], self.edge_bounds[level + 1])
-            ops = slice(self.op_bounds[level], self.op_bounds[level + 1])
-            end[ops] += np.maximum.reduceat(end[self.src[edges]] + after[edges], self.segments[level])
-        return end
+            waits = start[self.src[edges]] + apart[edges]
+            np.maximum.reduceat(
+                waits, self.segments[level], out=start[self.op_bounds[level] : self.op_bounds[level + 1]]
+            )
+        return start
 
 
 def _levels(n: int, src: Int64s, dst: Int64s) -> Int64s:

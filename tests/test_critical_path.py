@@ -168,13 +168,13 @@ def test_replay_equals_a_plain_loop(graph: Graph):
 
 @given(graphs())
 @settings(max_examples=80, deadline=None)
-def test_numpy_by_level_gives_the_same_ends(graph: Graph):
+def test_numpy_by_level_gives_the_same_starts(graph: Graph):
     plan = Plan.of(graph)
     dst = np.repeat(np.arange(len(plan.row)), np.diff(plan.ptr))
     levels = Levels.of(len(plan.row), plan.src.astype(np.int64), dst)
-    end = np.empty(len(plan.row), np.int64)
-    end[plan.row[levels.op]] = levels.ends(plan.after_ns[levels.edge], plan.dur_ns[levels.op])
-    assert end.tolist() == [times_by_loop(graph)[i][1] for i in graph.ops["op_id"]]
+    start = np.empty(len(plan.row), np.int64)
+    start[plan.row[levels.op]] = levels.starts(plan.apart_ns[levels.edge])
+    assert start.tolist() == [times_by_loop(graph)[i][0] for i in graph.ops["op_id"]]
 
 
 @given(graphs())
