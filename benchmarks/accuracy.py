@@ -58,16 +58,33 @@ def mechanistic_rows(name: str, scored: pl.DataFrame, target: float | None) -> I
     error = percent(scored["error"])
     bound = f"host-bound ({scored['host_share'].mean():.0%} of the path): proves nothing" if target is None else ""
     yield Row(
-        f"mechanistic/{name}", error, "%", "null", percent(scored["null_error"]), noise(scored["measured_ns"]),
-        "" if target is None else f"<= {target}", f"{scored.height} steps. {bound}".strip(),
-    )  # fmt: skip
+        f"mechanistic/{name}",
+        error,
+        "%",
+        "null",
+        percent(scored["null_error"]),
+        noise(scored["measured_ns"]),
+        "" if target is None else f"<= {target}",
+        f"{scored.height} steps. {bound}".strip(),
+    )
     yield Row(
-        f"waiting/{name}", 100 * float(scored["wait_share"].max()), "% of the path", target="<= 1.0",  # type: ignore[arg-type]
-    )  # fmt: skip
+        f"waiting/{name}",
+        100 * float(scored["wait_share"].max()),
+        "% of the path",
+        target="<= 1.0",  # type: ignore[arg-type]
+    )
     if name in ABLATED:
         without = percent(scored["no_events_error"])
-        yield Row(f"ablation/{name}", without / error, "x", "error with all edges = 1", 1.0, target=">= 3.0",
-                  note=f"{without:.1f} % without waits between streams, {percent(scored['no_waits_error']):.1f} % without host waits too")  # fmt: skip
+        yield Row(
+            f"ablation/{name}",
+            without / error,
+            "x",
+            "error with all edges = 1",
+            1.0,
+            target=">= 3.0",
+            note=f"{without:.1f} % without waits between streams, "
+            f"{percent(scored['no_waits_error']):.1f} % without host waits too",
+        )
 
 
 def trace_rows() -> Iterator[Row]:
@@ -77,7 +94,13 @@ def trace_rows() -> Iterator[Row]:
         scored = mechanistic(load_run(TRACES / path))
         errors.append(percent(scored["error"]))
         yield from mechanistic_rows(name, scored, target)
-    yield Row("mechanistic/mean_of_overlapping", sum(errors) / len(errors), "%", target="<= 1.5", note=f"{len(errors)} recordings")
+    yield Row(
+        "mechanistic/mean_of_overlapping",
+        sum(errors) / len(errors),
+        "%",
+        target="<= 1.5",
+        note=f"{len(errors)} recordings",
+    )
     for name, path in HOST_BOUND.items():
         yield from mechanistic_rows(name, mechanistic(load_run(TRACES / path)), None)
     yield from what_if_rows("ns_resolution", load_run(TRACES / OVERLAPPING["ns_resolution"][0]))
@@ -98,8 +121,14 @@ def what_if_rows(name: str, run: Run) -> Iterator[Row]:
     for row in what_ifs(graph).iter_rows(named=True):
         target = "<= 0.6" if name == "ns_resolution" and row["change"] == "kernels" else ""
         change = "unchanged" if row["change"] == "none" else f"{row['change']} halved"
-        yield Row(f"what_if/{name}, {change}", row["times"], "x step", "busiest lane alone", row["bound_ns"] / row["step_ns"] * row["times"],
-                  target=target)  # fmt: skip
+        yield Row(
+            f"what_if/{name}, {change}",
+            row["times"],
+            "x step",
+            "busiest lane alone",
+            row["bound_ns"] / row["step_ns"] * row["times"],
+            target=target,
+        )
 
 
 def bundled_rows() -> Iterator[Row]:
@@ -107,23 +136,42 @@ def bundled_rows() -> Iterator[Row]:
     for name in datasets.names(kind="run"):
         scored = mechanistic(load_run(datasets.path(name)))
         yield Row(
-            f"bundled/{name}", percent(scored["error"]), "%", "null", percent(scored["null_error"]), noise(scored["measured_ns"]),
+            f"bundled/{name}",
+            percent(scored["error"]),
+            "%",
+            "null",
+            percent(scored["null_error"]),
+            noise(scored["measured_ns"]),
             note=f"{scored.height} steps on a CPU, which is host-bound by nature: own operators are given",
-        )  # fmt: skip
+        )
     yield from delay_rows(delayed_steps(load_run(datasets.path("gpt-ddp2-delay"))))
 
 
 def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:
     """Rows of the run with logged delays."""
     error, null = percent(steps["error"]), percent(steps["null_error"])
-    yield Row("delay/error", error, "%", "null", null, note=f"{steps.height} steps, each predicted from steps with other delays")
+    yield Row(
+        "delay/error",
+        error,
+        "%",
+        "null",
+        null,
+        note=f"{steps.height} steps, each predicted from steps with other delays",
+    )
     yield Row("delay/error_over_null", error / null, "x", target="<= 0.5")
     late = steps.filter(pl.col("delay_ns") >= 10_000_000)
-    yield Row("delay/paths_over_the_delayed_rank", 100 * float((late["path_share"] > 0.1).mean()), "%", target=">= 100",  # type: ignore[arg-type]
-              note=f"{late.height} steps delayed by 10 ms or more")  # fmt: skip
+    yield Row(
+        "delay/paths_over_the_delayed_rank",
+        100 * float((late["path_share"] > 0.1).mean()),
+        "%",
+        target=">= 100",  # type: ignore[arg-type]
+        note=f"{late.height} steps delayed by 10 ms or more",
+    )
     delay_ns, wait_ns = steps["delay_ns"].to_numpy(), steps["peer_wait_ns"].to_numpy()
     slope = 100 * float(((delay_ns - delay_ns.mean()) * wait_ns).sum() / ((delay_ns - delay_ns.mean()) ** 2).sum())
-    yield Row("delay/shown_as_the_peer_waiting", slope, "%", target=">= 80", note="slope of the peer's waiting over the delay")
+    yield Row(
+        "delay/shown_as_the_peer_waiting", slope, "%", target=">= 80", note="slope of the peer's waiting over the delay"
+    )
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ CALL_PATTERNS: tuple[tuple[str, str], ...] = (
     ("alloc", r"^(cuda|hip)(Malloc|HostAlloc|MallocHost|HostRegister|HostMalloc)$|^cuMemAlloc"),
     ("alloc", r"^cu(Module|Library)Load|^hipModuleLoad"),
 )
-"""`free` waits for the whole device and then costs its own time; `alloc` only costs its own time. `elapsed` is kept because
-a wait for the events that it reads, which many profilers do not record, lies in the gap before it."""
+"""`free` waits for the whole device and then costs its own time; `alloc` only costs its own time. `elapsed` is kept
+because a wait for the events that it reads, which many profilers do not record, lies in the gap before it."""
 
 DEVICE_CATEGORIES = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 CALL_CATEGORIES = ("cuda_runtime", "cuda_driver")
@@ -57,8 +57,11 @@ HOST_COMM = r"^gloo:"
 COMM_LABEL = r"^(comm|wait)::(\w+) group=(\S*) seq=(\d+) bytes=(\d+) dtype=(\w+)(?: peer=(\d+))?"
 """What the recorder writes round the issue (`comm::`) and the wait (`wait::`) of a CPU collective: see labels.py."""
 
-COLLECTIVE_WAITS = r"(?i)wait\(\)|awaitable|wait_tensor|_wait\b|sparse_data_dist|record_param_comms|c10d|finalize|Optimizer|copy_bucket|fsdp|FullyShard"
-"""Operators and annotations in which a stream waits for a collective that was issued earlier (c10d's Work.wait and its users)."""
+COLLECTIVE_WAITS = (
+    r"(?i)wait\(\)|awaitable|wait_tensor|_wait\b|sparse_data_dist|record_param_comms|c10d|finalize|Optimizer|copy_bucket|"
+    r"fsdp|FullyShard"
+)
+"""Operators and annotations in which a stream waits for a collective issued earlier: c10d's Work.wait and its users."""
 
 
 def classify(name: pl.Expr, patterns: tuple[tuple[str, str], ...]) -> pl.Expr:

@@ -14,7 +14,7 @@ MAX_EDGE_LOSS = 4
 
 HIDDEN_SPREAD_NS = 200_000
 HIDDEN_SHARE = 0.1
-"""An op hides a collective if its ranks start it at least the former apart, and end it within the latter share of that."""
+"""An op hides a collective if its ranks start it at least the former apart and end it within the latter share."""
 
 SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
 """Collectives that end together on all ranks, to within their last message; the others may end apart."""
@@ -31,8 +31,8 @@ def align_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     Returns
     -------
     ops, report
-        `ops` with `start_ns` on the clock of the lowest rank and a column `match` (the same number for one collective on
-        all its ranks; null elsewhere); `report` as in `Graph.report`.
+        `ops` with `start_ns` on the clock of the lowest rank and a column `match` (the same number for one collective
+        on all its ranks; null elsewhere); `report` as in `Graph.report`.
     """
     ops, shifts = shift_device_clocks(ops)
     ops = match_collectives(ops)
@@ -44,8 +44,8 @@ def align_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 def shift_device_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Shift each rank's device ops so that none starts before its launch call.
 
-    Method: the host sees a launch start before the device can run it, so the smallest difference of the two clocks is an
-    upper bound of their offset; blocking calls, which return after their target, bound it from the other side.
+    Method: the host sees a launch start before the device can run it, so the smallest difference of the two clocks is
+    an upper bound of their offset; blocking calls, which return after their target, bound it from the other side.
     """
     linked = ops.filter(pl.col("device").is_not_null() & pl.col("launch_ns").is_not_null())
     lead = pl.col("start_ns") - pl.col("launch_ns")
@@ -57,9 +57,14 @@ def shift_device_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         + pl.when(pl.col("device").is_not_null()).then(pl.col("shift")).otherwise(0).fill_null(0)
     )
     report = shifts.filter(pl.col("shift") > 0).select(
-        what=pl.lit("device clock shifted"), rank="rank", count=pl.col("early").cast(pl.Int64), time_ns="shift",
-        detail=pl.format("{} device ops started before their launch call, the earliest by {} ns", "early", -pl.col("least")),
-    )  # fmt: skip
+        what=pl.lit("device clock shifted"),
+        rank="rank",
+        count=pl.col("early").cast(pl.Int64),
+        time_ns="shift",
+        detail=pl.format(
+            "{} device ops started before their launch call, the earliest by {} ns", "early", -pl.col("least")
+        ),
+    )
     return ops.drop("shift"), report
 
 
@@ -67,8 +72,8 @@ def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
     """Add `match`: the number of the collective that each comm op takes part in, equal on all its ranks.
 
     By group and sequence number where the trace has them; else by group and type, counted from the end of each rank's
-    window, since ranks lose different numbers at its start. A rank that lost some at its end is shifted until the ends of
-    its collectives keep the steadiest distance from those of the rank that has most.
+    window, since ranks lose different numbers at its start. A rank that lost some at its end is shifted until the
+    ends of its collectives keep the steadiest distance from those of the rank that has most.
     """
     comm = ops.filter(pl.col("kind") == "comm").select(
         "op_id", "rank", "collective", "group", "comm_seq", "peer", "start_ns", "dur_ns"
@@ -78,7 +83,9 @@ def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
     message = pl.col("collective").is_in(["send", "recv"]) & pl.col("peer").is_not_null()
     sends = pl.col("collective") == "send"
     # Not pl.format: over conditions on rows of a slice it panics in polars 2.1.
-    source, sink = (pl.when(sends).then(one).otherwise(other).cast(pl.String) for one, other in (("rank", "peer"), ("peer", "rank")))
+    source, sink = (
+        pl.when(sends).then(one).otherwise(other).cast(pl.String) for one, other in (("rank", "peer"), ("peer", "rank"))
+    )
     comm = comm.with_columns(kind=pl.when(message).then("message " + source + "->" + sink).otherwise("collective"))
     numbered = []
     for part in comm.partition_by("group", "kind", maintain_order=True):
@@ -124,9 +131,9 @@ def _tail_shift(ends: NDArray[np.int64], anchor: NDArray[np.int64]) -> int:
 def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Shift each rank's clock by one constant so that collectives end together.
 
-    Method: the median over collectives of this rank's end minus the lowest rank's, on symmetric collectives if there are any.
-    A message ends later on the rank that receives it: the two directions are taken apart, and their mean is the offset.
-    A rank that the lowest never meets is aligned with those that were aligned before it.
+    Method: the median over collectives of this rank's end minus the lowest rank's, on symmetric collectives if there
+    are any. A message ends later on the rank that receives it: the two directions are taken apart, and their mean is
+    the offset. A rank that the lowest never meets is aligned with those that were aligned before it.
     """
     ends = ops.filter(pl.col("match").is_not_null()).select(
         "match", "rank", "collective", end_ns=pl.col("start_ns") + pl.col("dur_ns")
@@ -142,32 +149,52 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         launch_ns=pl.col("launch_ns") - pl.col("offset").fill_null(0),
     )
     report = offsets.select(
-        what=pl.lit("rank clock shifted"), rank="rank", count="count", time_ns=-pl.col("offset"),
-        detail=pl.format("to make {} collectives end with rank {}'s; they are {} ns apart after it (median)", "count", first, "residual"),
-    )  # fmt: skip
+        what=pl.lit("rank clock shifted"),
+        rank="rank",
+        count="count",
+        time_ns=-pl.col("offset"),
+        detail=pl.format(
+            "to make {} collectives end with rank {}'s; they are {} ns apart after it (median)",
+            "count",
+            first,
+            "residual",
+        ),
+    )
     return shifted.drop("offset"), report
 
 
 def _offsets(ends: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     """`rank`, `offset`, `residual`, `count` of the ranks that share collectives with those of known offset."""
-    base = ends.join(known, on="rank").sort("rank").group_by("match").agg(base_ns=(pl.col("end_ns") - pl.col("offset")).first())
-    apart = ends.join(known, on="rank", how="anti").join(base, on="match").with_columns(
-        apart=pl.col("end_ns") - pl.col("base_ns"), way=pl.when(pl.col("collective").is_in(["send", "recv"])).then("collective")
-    )  # fmt: skip
+    base = (
+        ends.join(known, on="rank")
+        .sort("rank")
+        .group_by("match")
+        .agg(base_ns=(pl.col("end_ns") - pl.col("offset")).first())
+    )
+    apart = (
+        ends.join(known, on="rank", how="anti")
+        .join(base, on="match")
+        .with_columns(
+            apart=pl.col("end_ns") - pl.col("base_ns"),
+            way=pl.when(pl.col("collective").is_in(["send", "recv"])).then("collective"),
+        )
+    )
     each_way = apart.group_by("rank", "way").agg(
         pl.col("apart").median(), residual=(pl.col("apart") - pl.col("apart").median()).abs().median(), count=pl.len()
     )
     return each_way.group_by("rank").agg(
-        offset=pl.col("apart").mean().round().cast(pl.Int64), residual=pl.col("residual").max().cast(pl.Int64),
+        offset=pl.col("apart").mean().round().cast(pl.Int64),
+        residual=pl.col("residual").max().cast(pl.Int64),
         count=pl.col("count").sum().cast(pl.Int64),
-    )  # fmt: skip
+    )
 
 
 def find_hidden_collectives(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Make a collective of each op that ends together on all ranks although it starts apart, in most of its repetitions.
+    """Make a collective of each op that mostly ends together on all ranks although it starts apart.
 
-    Some operators wait for all ranks inside, and no record says so: gradient clipping, a checkpoint's barrier. Such a host
-    op or kernel becomes kind "comm" with collective "hidden" and a `match` of its own, so that its wait is not taken for work.
+    Some operators wait for all ranks inside, and no record says so: gradient clipping, a checkpoint's barrier. Such a
+    host op or kernel becomes kind "comm" with collective "hidden" and a `match` of its own, so that its wait is not
+    taken for work.
     """
     n_ranks = ops["rank"].n_unique()
     work = pl.col("kind").is_in(["kernel", "cpu"]) & pl.col("call").is_null()
@@ -175,9 +202,15 @@ def find_hidden_collectives(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFra
     named = ops.filter(work).with_columns(number=pl.int_range(pl.len()).over("rank", "step", *key, order_by="start_ns"))
     place = [*key, "number"]
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    each = named.group_by("step", *place).agg(
-        ranks=pl.col("rank").n_unique(), starts=pl.col("start_ns").max() - pl.col("start_ns").min(), ends=end_ns.max() - end_ns.min()
-    ).filter((pl.col("ranks") == n_ranks) & (n_ranks > 1))  # fmt: skip
+    each = (
+        named.group_by("step", *place)
+        .agg(
+            ranks=pl.col("rank").n_unique(),
+            starts=pl.col("start_ns").max() - pl.col("start_ns").min(),
+            ends=end_ns.max() - end_ns.min(),
+        )
+        .filter((pl.col("ranks") == n_ranks) & (n_ranks > 1))
+    )
     together = (pl.col("starts") >= HIDDEN_SPREAD_NS) & (pl.col("ends") <= HIDDEN_SHARE * pl.col("starts"))
     sites = each.group_by(place).agg(share=together.mean(), repetitions=pl.len())
     hidden = sites.filter((pl.col("share") > 0.5) & (pl.col("repetitions") > 1)).select(place)
@@ -188,9 +221,13 @@ def find_hidden_collectives(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFra
     is_hidden = pl.col("hidden").is_not_null()
     report = found.group_by("rank").agg(count=pl.len().cast(pl.Int64), time_ns=pl.col("dur_ns").sum()).sort("rank")
     return marked.with_columns(
-        match=pl.coalesce("match", "hidden"), kind=pl.when(is_hidden).then(pl.lit("comm")).otherwise("kind"),
+        match=pl.coalesce("match", "hidden"),
+        kind=pl.when(is_hidden).then(pl.lit("comm")).otherwise("kind"),
         collective=pl.when(is_hidden).then(pl.lit("hidden")).otherwise("collective"),
     ).drop("hidden"), report.select(
-        what=pl.lit("hidden collectives"), rank="rank", count="count", time_ns="time_ns",
+        what=pl.lit("hidden collectives"),
+        rank="rank",
+        count="count",
+        time_ns="time_ns",
         detail=pl.lit("ops that end together on all ranks although they start apart: split into waiting and transfer"),
-    )  # fmt: skip
+    )

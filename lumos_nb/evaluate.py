@@ -33,8 +33,8 @@ class PooledCosts:
     Attributes
     ----------
     by_op
-        `SAME_OP` and `mean_ns`, `delay_ns`: the same op of the same call site in the other steps; `delay_ns` is the median of what held
-        it up without an explanation.
+        `SAME_OP` and `mean_ns`, `delay_ns`: the same op of the same call site in the other steps; `delay_ns` is the
+        median of what held it up without an explanation.
     by_name
         `SAME_NAME` and `mean_ns`: all ops of that name, for an op that the other steps lack.
     lags
@@ -55,9 +55,11 @@ class PooledCosts:
         ops = pl.concat([_with_delays(g) for g in graphs])
         edges = pl.concat([_named_edges(g) for g in graphs])
         # A stretch between operators has no call site that is its own in every step, so it is pooled by name only.
-        by_op = ops.filter(pl.col("site").is_not_null() & ~pl.col("kind").is_in(["gap", "cpu"])).group_by(SAME_OP).agg(
-            mean_ns=pl.col("dur_ns").median(), delay_ns=pl.col("delay_ns").median()
-        )  # fmt: skip
+        by_op = (
+            ops.filter(pl.col("site").is_not_null() & ~pl.col("kind").is_in(["gap", "cpu"]))
+            .group_by(SAME_OP)
+            .agg(mean_ns=pl.col("dur_ns").median(), delay_ns=pl.col("delay_ns").median())
+        )
         return cls(
             by_op,
             ops.group_by(SAME_NAME).agg(mean_ns=pl.col("dur_ns").mean()),
@@ -67,10 +69,12 @@ class PooledCosts:
 
 
 def _with_delays(graph: Graph) -> pl.DataFrame:
-    """Ops of the step with the unexplained delay just before each (0 where there is none); the delays' own rows left out."""
-    delays = graph.edges.filter(pl.col("rule") == "delay").join(
-        graph.ops.select(src="op_id", delay_ns="dur_ns"), on="src"
-    ).select(op_id="dst", delay_ns="delay_ns")  # fmt: skip
+    """Ops of the step with the unexplained delay before each (0 where there is none), without the delays' own rows."""
+    delays = (
+        graph.edges.filter(pl.col("rule") == "delay")
+        .join(graph.ops.select(src="op_id", delay_ns="dur_ns"), on="src")
+        .select(op_id="dst", delay_ns="delay_ns")
+    )
     own = graph.ops.filter((pl.col("kind") != "unexplained") & (pl.col("step") == graph.step))
     return (
         own.join(delays, on="op_id", how="left", maintain_order="left")
@@ -99,10 +103,15 @@ def with_pooled_costs(graph: Graph, costs: PooledCosts) -> Graph:
     absent = graph.ops.filter(pl.col("name") == ABSENT).select(src="op_id")
     estimated = graph.edges.filter(pl.col("rule") == "collective").join(absent, on="src", how="semi")["dst"]
     ops = ops.with_columns(
-        dur_ns=pl.when(here & (pl.col("kind") == "unexplained") & pl.col("device").is_not_null() & (pl.col("name") != ABSENT)).then(0)
-        .when(here & pl.col("kind").is_in(POOLED_KINDS) & ~pl.col("op_id").is_in(estimated.implode())).then(pooled).otherwise("dur_ns"),
+        dur_ns=pl.when(
+            here & (pl.col("kind") == "unexplained") & pl.col("device").is_not_null() & (pl.col("name") != ABSENT)
+        )
+        .then(0)
+        .when(here & pl.col("kind").is_in(POOLED_KINDS) & ~pl.col("op_id").is_in(estimated.implode()))
+        .then(pooled)
+        .otherwise("dur_ns"),
         delay_ns=pl.when(here).then(pl.col("delay_ns").fill_null(0).round().cast(pl.Int64)).otherwise(0),
-    )  # fmt: skip
+    )
     through = graph.edges.filter(pl.col("rule") == "delay").select(dst="src", to="dst")
     about = ops.select("rank", "site", "nth", "delay_ns", to="op_id")
     edges = graph.edges.join(through, on="dst", how="left", maintain_order="left").with_columns(
@@ -111,7 +120,9 @@ def with_pooled_costs(graph: Graph, costs: PooledCosts) -> Graph:
     edges = edges.join(about, on="to", how="left", maintain_order="left").join(
         costs.lags.rename({"lag_ns": "pooled_ns"}), on=SAME_EDGE, how="left", maintain_order="left"
     )
-    edges = edges.join(costs.usual_lags.rename({"lag_ns": "usual_ns"}), on=["rank", "rule"], how="left", maintain_order="left")
+    edges = edges.join(
+        costs.usual_lags.rename({"lag_ns": "usual_ns"}), on=["rank", "rule"], how="left", maintain_order="left"
+    )
     lag = pl.coalesce("pooled_ns", "usual_ns", "lag_ns").round().cast(pl.Int64)
     delay = pl.when(pl.col("rule") == "delay").then(0).otherwise("delay_ns").fill_null(0)
     edges = edges.with_columns(lag_ns=lag + delay, from_start=pl.col("from_start")).select(graph.edges.columns)
@@ -137,9 +148,10 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
     -------
     table
         A row a step: `step`, `measured_ns`, `predicted_ns`, `error`, `null_ns` (the step before, or after the first),
-        `null_error`, then the errors of ablations (`no_events_error`: without waits between streams; `no_waits_error`: without
-        waits of host threads too; `no_joins_error`: without joins of ranks), and of the predicted step `wait_share` (time on its path that
-        only waits) and `host_share` (time on its path that is the host's own: near 1 the error says nothing about the graph).
+        `null_error`, then the errors of ablations (`no_events_error`: without waits between streams;
+        `no_waits_error`: without waits of host threads too; `no_joins_error`: without joins of ranks), and of the
+        predicted step `wait_share` (time on its path that only waits) and `host_share` (time on its path that is the
+        host's own: near 1 the error says nothing about the graph).
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
     times = recording.step_times()
@@ -192,13 +204,14 @@ HALVED = {
 def what_ifs(graph: Graph) -> pl.DataFrame:
     """What halving all kernels, all host work or all transfers makes of a step, in its steady state, beside bounds.
 
-    A graph may replay a step exactly and still answer every what-if wrongly; these answers can be held against what anyone can
-    add up: no step is shorter than what its busiest thread, stream or link must do.
+    A graph may replay a step exactly and still answer every what-if wrongly; these answers can be held against what
+    anyone can add up: no step is shorter than what its busiest thread, stream or link must do.
 
     Returns
     -------
     table
-        A row a change: `change`, `step_ns`, `times` (of the unchanged step), `bound_ns` (busiest lane after the change).
+        A row a change: `change`, `step_ns`, `times` (of the unchanged step), `bound_ns` (busiest lane after the
+        change).
     """
     steady = repeat(graph)
     present = set(steady.ops["kind"].unique())
@@ -212,7 +225,10 @@ def what_ifs(graph: Graph) -> pl.DataFrame:
         bounds.append(work.group_by("rank", "lane").agg(dur.sum())["dur_ns"].max())
     base = swept["step_ns"][0]
     return swept.select(
-        change="scenario", step_ns="step_ns", times=pl.col("step_ns") / base, bound_ns=pl.Series(bounds, dtype=pl.Float64)
+        change="scenario",
+        step_ns="step_ns",
+        times=pl.col("step_ns") / base,
+        bound_ns=pl.Series(bounds, dtype=pl.Float64),
     )
 
 
@@ -223,14 +239,15 @@ DELAY_MARK = r"^delay=([0-9.]+)"
 def delayed_steps(run: Run | Recording) -> pl.DataFrame:
     """Predict each step of a run with logged delays from the steps that were delayed otherwise.
 
-    The graph of another step gets this step's logged delay in place of its own, and is replayed; the prediction is the median over
-    all such steps, the null their median time unchanged.
+    The graph of another step gets this step's logged delay in place of its own, and is replayed; the prediction is
+    the median over all such steps, the null their median time unchanged.
 
     Returns
     -------
     table
-        A row a step: `step`, `delay_ns`, `delayed_rank`, `measured_ns`, `predicted_ns`, `error`, `null_ns`, `null_error`,
-        `path_share` (of the measured step's path that lies on the delayed rank), `peer_wait_ns` (the others' waiting for it).
+        A row a step: `step`, `delay_ns`, `delayed_rank`, `measured_ns`, `predicted_ns`, `error`, `null_ns`,
+        `null_error`, `path_share` (of the measured step's path that lies on the delayed rank), `peer_wait_ns` (the
+        others' waiting for it).
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
     times = dict(recording.step_times().filter(~pl.col("edge")).select("step", "step_ns").iter_rows())
@@ -247,13 +264,26 @@ def delayed_steps(run: Run | Recording) -> pl.DataFrame:
         predicted = [replay(_with_delay(graphs[s], delay_ns)).step_ns for s in others]
         result = replay(graphs[step])
         on_rank = result.composition.filter(pl.col("rank") == rank)["time_ns"].sum() / result.step_ns
-        waits = breakdown(graphs[step]).filter((pl.col("rank") != rank) & (pl.col("part") == "exposed_wait"))["time_ns"].sum()
+        waits = (
+            breakdown(graphs[step])
+            .filter((pl.col("rank") != rank) & (pl.col("part") == "exposed_wait"))["time_ns"]
+            .sum()
+        )
         predicted_ns, null_ns = median(predicted), median(times[s] for s in others)
-        rows.append({
-            "step": step, "delay_ns": delay_ns, "delayed_rank": rank, "measured_ns": measured_ns,
-            "predicted_ns": predicted_ns, "error": predicted_ns / measured_ns - 1, "null_ns": null_ns,
-            "null_error": null_ns / measured_ns - 1, "path_share": on_rank, "peer_wait_ns": waits,
-        })  # fmt: skip
+        rows.append(
+            {
+                "step": step,
+                "delay_ns": delay_ns,
+                "delayed_rank": rank,
+                "measured_ns": measured_ns,
+                "predicted_ns": predicted_ns,
+                "error": predicted_ns / measured_ns - 1,
+                "null_ns": null_ns,
+                "null_error": null_ns / measured_ns - 1,
+                "path_share": on_rank,
+                "peer_wait_ns": waits,
+            }
+        )
     return pl.DataFrame(rows)
 
 

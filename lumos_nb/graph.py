@@ -85,20 +85,24 @@ class Recording:
         return on_device if on_device.height else work
 
     def rank_starts(self, step: int) -> pl.DataFrame:
-        """When each rank had done what it did for earlier steps: `rank`, `device`, `at_ns`; the step's first op if it did nothing."""
+        """When each rank had done what it did for earlier steps, else its first op: `rank`, `device`, `at_ns`."""
         work = self._step_defining()
-        earlier = work.filter(pl.col("step").fill_null(step - 1) < step).group_by("rank").agg(at_ns=pl.col("end_ns").max())
+        earlier = (
+            work.filter(pl.col("step").fill_null(step - 1) < step).group_by("rank").agg(at_ns=pl.col("end_ns").max())
+        )
         begin_ns = self.ops.filter(pl.col("step") == step)["start_ns"].min()
         ranks = work.group_by("rank").agg(pl.col("device").min()).sort("rank")
-        return ranks.join(earlier, on="rank", how="left", maintain_order="left").with_columns(pl.col("at_ns").fill_null(begin_ns))
+        return ranks.join(earlier, on="rank", how="left", maintain_order="left").with_columns(
+            pl.col("at_ns").fill_null(begin_ns)
+        )
 
     def step_times(self) -> pl.DataFrame:
         """Measured steps: `step`, `start_ns`, `end_ns`, `step_ns`, `edge`.
 
         A step is the interval between the latest ends, over ranks, of the device ops that it and the steps before it
-        launched; where there is no device, of their last host ops. `edge` marks the first and last profiled steps, which
-        the profiler's own start and end disturb. The first begins with its first op if nothing earlier was recorded: then it is
-        longer than the others by as much as the device runs behind the host.
+        launched; where there is no device, of their last host ops. `edge` marks the first and last profiled steps,
+        which the profiler's own start and end disturb. The first begins with its first op if nothing earlier was
+        recorded: then it is longer than the others by as much as the device runs behind the host.
         """
         work = self._step_defining()
         first = self.steps[0]
@@ -109,24 +113,34 @@ class Recording:
             ends = pl.concat([start, ends.filter(pl.col("step") >= first)])
         times = ends.with_columns(end_ns=pl.col("end_ns").cum_max()).with_columns(start_ns=pl.col("end_ns").shift(1))
         return times.filter(pl.col("start_ns").is_not_null() & pl.col("step").is_in(self.steps)).select(
-            "step", "start_ns", "end_ns", step_ns=pl.col("end_ns") - pl.col("start_ns"),
+            "step",
+            "start_ns",
+            "end_ns",
+            step_ns=pl.col("end_ns") - pl.col("start_ns"),
             edge=pl.col("step").is_in([first, self.steps[-1]]) & (len(self.steps) > 1),
-        )  # fmt: skip
+        )
 
     def default_step(self) -> int:
         """The step of median length, not counting the first and last profiled ones if there are others."""
         times = self.step_times()
         if times.is_empty():
-            raise GraphError("the recording has no op of any step: neither a runtime call, an operator nor device work.")
+            raise GraphError(
+                "the recording has no op of any step: neither a runtime call, an operator nor device work."
+            )
         inner = times.filter(~pl.col("edge"))
         chosen = inner if inner.height else times
         return int(chosen.sort("step_ns")["step"][chosen.height // 2])
 
 
-_UNMARKED = pl.DataFrame({
-    "what": ["no step marks"], "rank": [None], "count": [0], "time_ns": [None],
-    "detail": ["the profiler marked no step (ProfilerStep#n), so the whole window is taken as step 0"],
-})  # fmt: skip
+_UNMARKED = pl.DataFrame(
+    {
+        "what": ["no step marks"],
+        "rank": [None],
+        "count": [0],
+        "time_ns": [None],
+        "detail": ["the profiler marked no step (ProfilerStep#n), so the whole window is taken as step 0"],
+    }
+)
 
 
 def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | None = None) -> Graph:
@@ -139,8 +153,8 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     step
         The step's number as the profiler gave it; None takes the one of median length, not the first or the last.
     unseen
-        A step whose times must not serve as evidence for waits that the trace does not name: by default `step` itself. To
-        predict one step from others, build theirs with that step unseen too.
+        A step whose times must not serve as evidence for waits that the trace does not name: by default `step`
+        itself. To predict one step from others, build theirs with that step unseen too.
 
     Returns
     -------
@@ -196,7 +210,9 @@ def _rows_and_edges(
     started = pl.concat([engine_edges["dst"], wake_edges["dst"]])
     leads = lanes.lead_rows(hosts, started, step, origin_ns)
     begins = lanes.start_rows(starts, step, origin_ns)
-    rows = pl.concat([hosts, streams, joins, backlog, leads, begins], how="diagonal_relaxed").with_columns(pl.col("ago").fill_null(0))
+    rows = pl.concat([hosts, streams, joins, backlog, leads, begins], how="diagonal_relaxed").with_columns(
+        pl.col("ago").fill_null(0)
+    )
     edges = pl.concat(
         [
             engine_edges,
@@ -223,10 +239,19 @@ def _rows_and_edges(
 
 def _estimates(streams: pl.DataFrame, estimated: pl.DataFrame) -> pl.DataFrame:
     comm = streams.join(estimated, on="id", how="semi")
-    return comm.group_by("rank", maintain_order=True).agg(count=pl.len().cast(pl.Int64), time_ns=pl.col("dur_ns").sum()).select(
-        what=pl.lit("transfers estimated"), rank="rank", count="count", time_ns="time_ns",
-        detail=pl.lit("their other ranks have no trace: the low quantile of equal calls; the rest of their time is a wait of its own"),
-    )  # fmt: skip
+    return (
+        comm.group_by("rank", maintain_order=True)
+        .agg(count=pl.len().cast(pl.Int64), time_ns=pl.col("dur_ns").sum())
+        .select(
+            what=pl.lit("transfers estimated"),
+            rank="rank",
+            count="count",
+            time_ns="time_ns",
+            detail=pl.lit(
+                "other ranks have no trace: the low quantile of equal calls; the rest is a wait of its own"
+            ),
+        )
+    )
 
 
 def _evidence(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
@@ -235,23 +260,47 @@ def _evidence(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     The time between a row and the one before it on its lane hangs on the edge that was satisfied last.
     """
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    placed = rows.filter((pl.col("kind") != "boundary") & (pl.col("lane") != "net")).sort("rank", "lane", "start_ns", maintain_order=True)
+    placed = rows.filter((pl.col("kind") != "boundary") & (pl.col("lane") != "net")).sort(
+        "rank", "lane", "start_ns", maintain_order=True
+    )
     waited = placed.select("id", "start_ns", waited_ns=pl.col("start_ns") - end_ns.shift(1).over("rank", "lane"))
     starts = rows.select("id", from_start_ns="start_ns", from_end_ns=end_ns)
     tied = edges.join(starts, left_on="src", right_on="id").with_columns(
         ready_ns=pl.when("from_start").then("from_start_ns").otherwise("from_end_ns") + pl.col("lag_ns")
     )
-    last = tied.sort("ready_ns", pl.col("rule").is_in(["thread", "stream"]).not_(), maintain_order=True).unique("dst", keep="last")
-    hanging = last.join(waited, left_on="dst", right_on="id").group_by("rule", "evidence").agg(pl.col("waited_ns").clip(0).sum())
-    links = edges.group_by("rule", "evidence").len().join(hanging, on=["rule", "evidence"], how="left").sort("rule", "evidence")
+    last = tied.sort("ready_ns", pl.col("rule").is_in(["thread", "stream"]).not_(), maintain_order=True).unique(
+        "dst", keep="last"
+    )
+    hanging = (
+        last.join(waited, left_on="dst", right_on="id")
+        .group_by("rule", "evidence")
+        .agg(pl.col("waited_ns").clip(0).sum())
+    )
+    links = (
+        edges.group_by("rule", "evidence")
+        .len()
+        .join(hanging, on=["rule", "evidence"], how="left")
+        .sort("rule", "evidence")
+    )
     delays = rows.filter(pl.col("kind") == "unexplained").select(
-        what=pl.lit("explained by nothing"), rank=pl.lit(None, pl.Int32), count=pl.len().cast(pl.Int64),
-        time_ns=pl.col("dur_ns").sum(), detail=pl.lit("rows of kind unexplained"),
-    )  # fmt: skip
-    return pl.concat([links.select(
-        what=pl.format("edges of rule {}", "rule"), rank=pl.lit(None, pl.Int32), count=pl.col("len").cast(pl.Int64),
-        time_ns=pl.col("waited_ns").fill_null(0), detail=pl.format("evidence: {}", "evidence"),
-    ), delays.head(1)])  # fmt: skip
+        what=pl.lit("explained by nothing"),
+        rank=pl.lit(None, pl.Int32),
+        count=pl.len().cast(pl.Int64),
+        time_ns=pl.col("dur_ns").sum(),
+        detail=pl.lit("rows of kind unexplained"),
+    )
+    return pl.concat(
+        [
+            links.select(
+                what=pl.format("edges of rule {}", "rule"),
+                rank=pl.lit(None, pl.Int32),
+                count=pl.col("len").cast(pl.Int64),
+                time_ns=pl.col("waited_ns").fill_null(0),
+                detail=pl.format("evidence: {}", "evidence"),
+            ),
+            delays.head(1),
+        ]
+    )
 
 
 KEPT = ("site", "nth", "call_name", "match", "ago")

@@ -40,8 +40,8 @@ def has_role(role: int) -> pl.Expr:
 def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series) -> pl.DataFrame:
     """Rows of the threads in time order; `from_ns`, `to_ns` are the raw extent, `blocks` that the row waits inside it.
 
-    A blocking call is one row, all of whose time is waiting until `measure` finds what remains; a copy that blocks is two,
-    its issue and its wait. A launch in `full_queue` (raw op ids) waited for room in the launch queue.
+    A blocking call is one row, all of whose time is waiting until `measure` finds what remains; a copy that blocks is
+    two, its issue and its wait. A launch in `full_queue` (raw op ids) waited for room in the launch queue.
     """
     typical = (
         ops.filter(pl.col("kind") == "launch")
@@ -87,12 +87,19 @@ def stream_rows(ops: pl.DataFrame, waits: pl.DataFrame, calls: pl.DataFrame) -> 
         id=row_id("op_id", OWN),
         issue_ns=pl.coalesce("launch_ns", "start_ns").cum_max().over("rank", "lane"),
         place=pl.int_range(pl.len()).over("rank", "lane").cast(pl.Float64),
-        from_ns="start_ns", to_ns=pl.col("start_ns") + pl.col("dur_ns"), blocks=pl.col("kind") == "comm",
-    )  # fmt: skip
+        from_ns="start_ns",
+        to_ns=pl.col("start_ns") + pl.col("dur_ns"),
+        blocks=pl.col("kind") == "comm",
+    )
     arrivals = work.filter(pl.col("kind") == "comm").with_columns(
-        id=row_id("op_id", ARRIVAL), kind=pl.lit("event"), name=pl.lit("arrival"), dur_ns=pl.lit(0, pl.Int64), to_ns="from_ns",
-        blocks=pl.lit(value=False), place=pl.col("place") - 0.1,
-    )  # fmt: skip
+        id=row_id("op_id", ARRIVAL),
+        kind=pl.lit("event"),
+        name=pl.lit("arrival"),
+        dur_ns=pl.lit(0, pl.Int64),
+        to_ns="from_ns",
+        blocks=pl.lit(value=False),
+        place=pl.col("place") - 0.1,
+    )
     points = _event_points(waits, calls)
     before = work.select("rank", "lane", "issue_ns", before="place").sort("issue_ns")
     points = points.sort("issue_ns").join_asof(before, on="issue_ns", by=["rank", "lane"], check_sortedness=False)
@@ -103,7 +110,7 @@ def stream_rows(ops: pl.DataFrame, waits: pl.DataFrame, calls: pl.DataFrame) -> 
 
 
 def _event_points(waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """Zero-length rows on stream lanes: a wait where a stream waits, a record where it waits for all of another stream."""
+    """Zero-length rows on stream lanes: a wait where a stream waits, and a record on the stream that it waits for."""
     about = calls.select("op_id", "step", "parent", "phase", "thread", "call_name", "site", "nth", call_ns="start_ns")
     device = pl.col("lane").str.extract(r"^gpu(\d+):").cast(pl.Int32)
     stream_waits = waits.filter(pl.col("lane").is_not_null()).join(about, on="op_id")
@@ -115,10 +122,27 @@ def _event_points(waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     )
     points = pl.concat([recording.unique("op_id", maintain_order=True), waiting])
     return points.select(
-        "id", "op_id", "rank", "step", "lane", "name", "parent", "phase", "thread", "call_name", "site", "nth", "issue_ns",
-        device=device, kind=pl.lit("event"), dur_ns=pl.lit(0, pl.Int64), blocks=pl.lit(value=True),
-        start_ns="issue_ns", from_ns="issue_ns", to_ns="issue_ns",
-    )  # fmt: skip
+        "id",
+        "op_id",
+        "rank",
+        "step",
+        "lane",
+        "name",
+        "parent",
+        "phase",
+        "thread",
+        "call_name",
+        "site",
+        "nth",
+        "issue_ns",
+        device=device,
+        kind=pl.lit("event"),
+        dur_ns=pl.lit(0, pl.Int64),
+        blocks=pl.lit(value=True),
+        start_ns="issue_ns",
+        from_ns="issue_ns",
+        to_ns="issue_ns",
+    )
 
 
 def absent_peers(
@@ -135,17 +159,26 @@ def absent_peers(
         .join(transfers, on="op_id", how="left")
     )
     size = pl.coalesce("group_size", pl.when(pl.col("peer").is_not_null()).then(2), pl.lit(world_size, pl.Int32))
-    partial = comm.filter(pl.col("members").fill_null(1) < size).with_columns(
-        transfer_ns=pl.min_horizontal("dur_ns", "transfer_ns")
-    ).with_columns(begin_ns=pl.col("to_ns") - pl.col("transfer_ns"))  # fmt: skip
+    partial = (
+        comm.filter(pl.col("members").fill_null(1) < size)
+        .with_columns(transfer_ns=pl.min_horizontal("dur_ns", "transfer_ns"))
+        .with_columns(begin_ns=pl.col("to_ns") - pl.col("transfer_ns"))
+    )
     cut = streams.join(partial.select("id", "begin_ns"), on="id", how="left", maintain_order="left").with_columns(
-        from_ns=pl.coalesce("begin_ns", "from_ns"), start_ns=pl.coalesce("begin_ns", "start_ns"),
-        dur_ns=pl.col("to_ns") - pl.coalesce("begin_ns", "from_ns"), blocks=pl.col("blocks") & pl.col("begin_ns").is_null(),
-    )  # fmt: skip
+        from_ns=pl.coalesce("begin_ns", "from_ns"),
+        start_ns=pl.coalesce("begin_ns", "start_ns"),
+        dur_ns=pl.col("to_ns") - pl.coalesce("begin_ns", "from_ns"),
+        blocks=pl.col("blocks") & pl.col("begin_ns").is_null(),
+    )
     waiting = partial.with_columns(
-        id=in_role("id", ABSENT_PEERS), kind=pl.lit("unexplained"), name=pl.lit(ABSENT), to_ns="begin_ns", blocks=pl.lit(value=False),
-        dur_ns=pl.col("begin_ns") - pl.col("from_ns"), place=pl.col("place") - 0.05,
-    )  # fmt: skip
+        id=in_role("id", ABSENT_PEERS),
+        kind=pl.lit("unexplained"),
+        name=pl.lit(ABSENT),
+        to_ns="begin_ns",
+        blocks=pl.lit(value=False),
+        dur_ns=pl.col("begin_ns") - pl.col("from_ns"),
+        place=pl.col("place") - 0.05,
+    )
     rows = pl.concat([cut.drop("begin_ns"), waiting.select(streams.columns)])
     return rows.sort("rank", "lane", "place", "issue_ns", "id", maintain_order=True), partial.select("id")
 
@@ -167,14 +200,32 @@ def join_rows(streams: pl.DataFrame) -> pl.DataFrame:
     """One zero-length row a matched collective: the point at which all its ranks have arrived."""
     comm = streams.filter((pl.col("kind") == "comm") & pl.col("match").is_not_null() & ~is_send())
     shared = comm.group_by("match", maintain_order=True).agg(
-        pl.col("rank").min(), pl.col("step").first(), pl.col("collective").first(), pl.col("group").first(), pl.col("from_ns").max(),
-        pl.col("phase").first(), members=pl.len(),
-    )  # fmt: skip
+        pl.col("rank").min(),
+        pl.col("step").first(),
+        pl.col("collective").first(),
+        pl.col("group").first(),
+        pl.col("from_ns").max(),
+        pl.col("phase").first(),
+        members=pl.len(),
+    )
     return shared.filter(pl.col("members") > 1).select(
-        "rank", "step", "collective", "group", "phase", "match", "members", id=-1 - pl.col("match"), lane=pl.lit("net"), kind=pl.lit("join"),
-        name=pl.format("{} of {} ranks", "collective", "members"), start_ns="from_ns", from_ns="from_ns", to_ns="from_ns",
-        dur_ns=pl.lit(0, pl.Int64), blocks=pl.lit(value=True),
-    )  # fmt: skip
+        "rank",
+        "step",
+        "collective",
+        "group",
+        "phase",
+        "match",
+        "members",
+        id=-1 - pl.col("match"),
+        lane=pl.lit("net"),
+        kind=pl.lit("join"),
+        name=pl.format("{} of {} ranks", "collective", "members"),
+        start_ns="from_ns",
+        from_ns="from_ns",
+        to_ns="from_ns",
+        dur_ns=pl.lit(0, pl.Int64),
+        blocks=pl.lit(value=True),
+    )
 
 
 EAGER_BYTES = 0
@@ -188,16 +239,23 @@ def is_send() -> pl.Expr:
 
 
 def backlog_rows(ops: pl.DataFrame, awaited: pl.Series, step: int, origin_ns: int) -> pl.DataFrame:
-    """Device work of earlier steps that was still going on after `origin_ns` or that the step waits for (`awaited`, raw ids)."""
+    """Device work of earlier steps that ended after `origin_ns` or that the step waits for (`awaited`, raw ids)."""
     earlier = ops.filter(pl.col("kind").is_in(DEVICE_KINDS) & (pl.col("step").fill_null(step - 1) < step))
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     kept = earlier.filter((end_ns > origin_ns) | pl.col("op_id").is_in(awaited.drop_nulls().implode()))
-    kept = kept.with_columns(to_ns=pl.max_horizontal(end_ns, pl.lit(origin_ns, pl.Int64)), ago=step - pl.col("step").fill_null(step - 1))
+    kept = kept.with_columns(
+        to_ns=pl.max_horizontal(end_ns, pl.lit(origin_ns, pl.Int64)), ago=step - pl.col("step").fill_null(step - 1)
+    )
     return kept.with_columns(
-        id=row_id("op_id", BACKLOG), kind=pl.lit("boundary"), step=pl.lit(step - 1, pl.Int32), from_ns=pl.lit(origin_ns, pl.Int64),
-        start_ns=pl.lit(origin_ns, pl.Int64), dur_ns=pl.col("to_ns") - origin_ns, blocks=pl.lit(value=False),
+        id=row_id("op_id", BACKLOG),
+        kind=pl.lit("boundary"),
+        step=pl.lit(step - 1, pl.Int32),
+        from_ns=pl.lit(origin_ns, pl.Int64),
+        start_ns=pl.lit(origin_ns, pl.Int64),
+        dur_ns=pl.col("to_ns") - origin_ns,
+        blocks=pl.lit(value=False),
         issue_ns=pl.coalesce("launch_ns", "start_ns"),
-    ).sort("rank", "lane", "to_ns")  # fmt: skip
+    ).sort("rank", "lane", "to_ns")
 
 
 def lead_rows(hosts: pl.DataFrame, started: pl.Series, step: int, origin_ns: int) -> pl.DataFrame:
@@ -208,16 +266,35 @@ def lead_rows(hosts: pl.DataFrame, started: pl.Series, step: int, origin_ns: int
     first = hosts.group_by("rank", "lane", maintain_order=True).agg(pl.col("from_ns").min(), pl.col("id").first())
     first = first.filter(~pl.col("id").is_in(started.implode()))
     return first.select(
-        "rank", "lane", id=LEAD_ID - pl.int_range(pl.len(), dtype=pl.Int64), kind=pl.lit("boundary"), name=pl.lit("host lead"),
-        step=pl.lit(step, pl.Int32), start_ns=pl.lit(origin_ns, pl.Int64), from_ns=pl.lit(origin_ns, pl.Int64), to_ns="from_ns",
-        dur_ns=pl.col("from_ns") - origin_ns, blocks=pl.lit(value=False), phase=pl.lit("other"),
-    )  # fmt: skip
+        "rank",
+        "lane",
+        id=LEAD_ID - pl.int_range(pl.len(), dtype=pl.Int64),
+        kind=pl.lit("boundary"),
+        name=pl.lit("host lead"),
+        step=pl.lit(step, pl.Int32),
+        start_ns=pl.lit(origin_ns, pl.Int64),
+        from_ns=pl.lit(origin_ns, pl.Int64),
+        to_ns="from_ns",
+        dur_ns=pl.col("from_ns") - origin_ns,
+        blocks=pl.lit(value=False),
+        phase=pl.lit("other"),
+    )
 
 
 def start_rows(starts: pl.DataFrame, step: int, origin_ns: int) -> pl.DataFrame:
     """One row a rank that ends where its step begins (`Recording.rank_starts`); nothing waits for it."""
     return starts.select(
-        "rank", "device", id=2 * LEAD_ID - pl.int_range(pl.len(), dtype=pl.Int64), kind=pl.lit("boundary"), name=pl.lit("step start"),
-        lane=pl.lit("net"), step=pl.lit(step - 1, pl.Int32), start_ns=pl.lit(origin_ns, pl.Int64), from_ns=pl.lit(origin_ns, pl.Int64),
-        to_ns="at_ns", dur_ns=pl.col("at_ns") - origin_ns, blocks=pl.lit(value=False), phase=pl.lit("other"),
-    )  # fmt: skip
+        "rank",
+        "device",
+        id=2 * LEAD_ID - pl.int_range(pl.len(), dtype=pl.Int64),
+        kind=pl.lit("boundary"),
+        name=pl.lit("step start"),
+        lane=pl.lit("net"),
+        step=pl.lit(step - 1, pl.Int32),
+        start_ns=pl.lit(origin_ns, pl.Int64),
+        from_ns=pl.lit(origin_ns, pl.Int64),
+        to_ns="at_ns",
+        dur_ns=pl.col("at_ns") - origin_ns,
+        blocks=pl.lit(value=False),
+        phase=pl.lit("other"),
+    )

@@ -53,7 +53,8 @@ def in_issue_order(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
         first = stuck.row(0, named=True)
         raise GraphError(
             f"the rules of step {first['step']} make a cycle of {stuck.height} ops, one of them {first['name']!r} "
-            f"on rank {first['rank']}, lane {first['lane']}, at {first['from_ns']} ns: the trace's times contradict its order."
+            f"on rank {first['rank']}, lane {first['lane']}, at {first['from_ns']} ns: the "
+            "trace's times contradict its order."
         )
     return rows[order].drop("row")
 
@@ -68,8 +69,8 @@ def _positions(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[NDArray[np.int3
 def settle(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     """Start and duration of each row's own work; rows in topological order.
 
-    A row that `blocks` has its raw end and starts when the last thing it waits for has ended. `start_ns`, `dur_ns` of the
-    others stay.
+    A row that `blocks` has its raw end and starts when the last thing it waits for has ended. `start_ns`, `dur_ns` of
+    the others stay.
     """
     src, dst = _positions(rows, edges)
     n = rows.height
@@ -85,10 +86,11 @@ def settle(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
 
 
 def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Edges with `lag_ns` and `from_start`, and rows with an explicit delay before each row that starts later than they explain.
+    """Edges with `lag_ns` and `from_start`, and rows with a delay before each that starts later than these explain.
 
-    An edge of `LATENCY_RULES` carries the latency that was measured, up to what is usual for its rule and rank; on edges
-    that did not bind, at most the usual. Delays are rows of kind `unexplained` on the lane of the row that they hold up.
+    An edge of `LATENCY_RULES` carries the latency that was measured, up to what is usual for its rule and rank; on
+    edges that did not bind, at most the usual. Delays are rows of kind `unexplained` on the lane of the row that they
+    hold up.
     """
     about = rows.select("id", "start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
     timed = edges.join(
@@ -102,12 +104,18 @@ def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.
     timed = timed.with_columns(
         from_start=early,
         apart_ns=pl.col("dst_start_ns") - pl.when(early).then("src_start_ns").otherwise("src_end_ns"),
-        latent=(pl.col("rule").is_in(LATENCY_RULES) & pl.col("dst_kind").is_in([*DEVICE_KINDS, "event", "launch"])) | wakes,
+        latent=(pl.col("rule").is_in(LATENCY_RULES) & pl.col("dst_kind").is_in([*DEVICE_KINDS, "event", "launch"]))
+        | wakes,
     )
     timed = timed.with_columns(binds=pl.col("apart_ns") == pl.col("apart_ns").min().over("dst"))
-    usual = timed.filter(pl.col("latent") & pl.col("binds") & ~pl.col("from_start") & (pl.col("apart_ns") >= 0)).group_by("rank", "rule").agg(
-        most_ns=pl.col("apart_ns").quantile(USUAL, "lower").cast(pl.Int64), usual_ns=pl.col("apart_ns").median().cast(pl.Int64)
-    )  # fmt: skip
+    usual = (
+        timed.filter(pl.col("latent") & pl.col("binds") & ~pl.col("from_start") & (pl.col("apart_ns") >= 0))
+        .group_by("rank", "rule")
+        .agg(
+            most_ns=pl.col("apart_ns").quantile(USUAL, "lower").cast(pl.Int64),
+            usual_ns=pl.col("apart_ns").median().cast(pl.Int64),
+        )
+    )
     timed = timed.join(usual, on=["rank", "rule"], how="left", maintain_order="left")
     cap = (
         pl.when(pl.col("from_start") | wakes)
@@ -135,14 +143,24 @@ def _delays(rows: pl.DataFrame, edges: pl.DataFrame, delays: pl.DataFrame) -> tu
     """Put a row of kind `unexplained` before each row that is held up, and move its in-edges there."""
     held = rows.filter(pl.col("kind").is_in([*DEVICE_KINDS, "event"]) & ~pl.col("blocks"))
     held = held.join(delays, left_on="id", right_on="dst").with_columns(
-        of="id", id=in_role("id", DELAY), kind=pl.lit("unexplained"), name=pl.format("delay of {}", "name"),
-        start_ns=pl.col("start_ns") - pl.col("delay_ns"), dur_ns="delay_ns",
-    )  # fmt: skip
+        of="id",
+        id=in_role("id", DELAY),
+        kind=pl.lit("unexplained"),
+        name=pl.format("delay of {}", "name"),
+        start_ns=pl.col("start_ns") - pl.col("delay_ns"),
+        dur_ns="delay_ns",
+    )
     moved = edges.join(held.select(dst="of", to="id"), on="dst", how="left", maintain_order="left").with_columns(
         dst=pl.coalesce("to", "dst")
     )
     after = held.select(
-        src="id", dst="of", lag_ns=pl.lit(0, pl.Int64), from_start=pl.lit(value=False), rule=pl.lit("delay"), evidence=pl.lit("exact"), hard=pl.lit(value=True)
-    )  # fmt: skip
+        src="id",
+        dst="of",
+        lag_ns=pl.lit(0, pl.Int64),
+        from_start=pl.lit(value=False),
+        rule=pl.lit("delay"),
+        evidence=pl.lit("exact"),
+        hard=pl.lit(value=True),
+    )
     columns = ["src", "dst", "lag_ns", "from_start", "rule", "evidence", "hard"]
     return pl.concat([rows, held.select(rows.columns)]), pl.concat([moved.select(columns), after.select(columns)])

@@ -49,16 +49,25 @@ COMM_ARGUMENTS = {
     "Seq": pl.Int64(),
 }
 ELEMENT_BYTES = {
-    "Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Int": 4, "Long": 8, "Char": 1, "Byte": 1, "Bool": 1, "Short": 2,
-}  # fmt: skip
+    "Float": 4,
+    "Half": 2,
+    "BFloat16": 2,
+    "Double": 8,
+    "Int": 4,
+    "Long": 8,
+    "Char": 1,
+    "Byte": 1,
+    "Bool": 1,
+    "Short": 2,
+}
 
 
 def build_ops(events: pl.DataFrame) -> pl.DataFrame:
     """Ops of all ranks and steps, with their measured extents.
 
     Threads are cut at the start and end of every outermost operator and of every runtime call that launches, waits,
-    records or allocates; what lies between two cuts is one op: `cpu` inside an operator (its name), `gap` outside (named
-    after what follows). Every device event is one op with the step, site and outermost operator of its launch.
+    records or allocates; what lies between two cuts is one op: `cpu` inside an operator (its name), `gap` outside
+    (named after what follows). Every device event is one op with the step, site and outermost operator of its launch.
 
     Parameters
     ----------
@@ -68,7 +77,8 @@ def build_ops(events: pl.DataFrame) -> pl.DataFrame:
     Returns
     -------
     table
-        `schema.OPS` plus `RAW_COLUMNS`; by rank, then lane, then start. Durations include waiting: `build_graph` takes it out.
+        `schema.OPS` plus `RAW_COLUMNS`; by rank, then lane, then start. Durations include waiting: `build_graph`
+        takes it out.
 
     Examples
     --------
@@ -85,7 +95,7 @@ def build_ops(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def step_marks(events: pl.DataFrame) -> pl.DataFrame:
-    """The profiler's step marks: `rank`, `step`, `thread`, `start_ns`, `end_ns` (the start of the next mark, if there is one)."""
+    """The profiler's step marks: `rank`, `step`, `thread`, `start_ns`, `end_ns` (the next mark's start if any)."""
     marks = (
         events.filter(pl.col("thread").is_not_null() & pl.col("name").str.contains(STEP_MARK))
         .select(
@@ -118,7 +128,7 @@ def _rank_ops(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def _distinct_ids(events: pl.DataFrame) -> pl.DataFrame:
-    """No correlation id of 0 (it means none), nor one that launches share: work belongs to the last of them before it."""
+    """No correlation id of 0 (it means none) nor one that launches share: work belongs to the last one before it."""
     events = events.with_columns(pl.col("correlation").replace(0, None))
     is_call = pl.col("category").is_in(CALL_CATEGORIES)
     ids = events.filter(is_call)["correlation"].drop_nulls()
@@ -132,9 +142,26 @@ def _distinct_ids(events: pl.DataFrame) -> pl.DataFrame:
     return events.with_columns(correlation=pl.when(again).then(fresh).otherwise("correlation"))
 
 
-_EMPTY = pl.DataFrame(schema={"name": pl.String, "start_ns": pl.Int64, "call": pl.String, "correlation": pl.Int64, "step": pl.Int32, "thread": pl.Int64, "parent": pl.String,
-                              "around": pl.String, "frame": pl.Int64, "top_frame": pl.Int64, "args": pl.String, "phase": pl.String, "micro_batch": pl.Int32,
-                              "site": pl.UInt64, "call_name": pl.String, "launch_ns": pl.Int64})  # fmt: skip
+_EMPTY = pl.DataFrame(
+    schema={
+        "name": pl.String,
+        "start_ns": pl.Int64,
+        "call": pl.String,
+        "correlation": pl.Int64,
+        "step": pl.Int32,
+        "thread": pl.Int64,
+        "parent": pl.String,
+        "around": pl.String,
+        "frame": pl.Int64,
+        "top_frame": pl.Int64,
+        "args": pl.String,
+        "phase": pl.String,
+        "micro_batch": pl.Int32,
+        "site": pl.UInt64,
+        "call_name": pl.String,
+        "launch_ns": pl.Int64,
+    }
+)
 _LIST = r"\[(?:[^\[\]]|\[(?:[^\[\]]|\[[^\[\]]*\])*\])*\]"
 _SHAPES = rf'"Input Dims":\s*({_LIST})'
 _DTYPE = r'"Input type":\s*\[[^\]]*?"([^"\]]+)"'
@@ -226,12 +253,17 @@ def _gather(values: pl.Series, index: NDArray[np.int64]) -> pl.Series:
 
 
 _PHASE = (
-    pl.when(pl.col("name").str.starts_with(ENGINE_OPERATOR)).then(pl.lit("backward"))
-    .when(pl.col("name").str.starts_with("Optimizer.")).then(pl.lit("optimizer"))
-    .when(pl.col("name").str.contains(r"(?i)^#+ *backward")).then(pl.lit("backward"))
-    .when(pl.col("name").str.contains(r"(?i)forward")).then(pl.lit("forward"))
-    .when(pl.col("sequence").is_not_null() & (pl.col("category") == "cpu_op")).then(pl.lit("forward"))
-)  # fmt: skip
+    pl.when(pl.col("name").str.starts_with(ENGINE_OPERATOR))
+    .then(pl.lit("backward"))
+    .when(pl.col("name").str.starts_with("Optimizer."))
+    .then(pl.lit("optimizer"))
+    .when(pl.col("name").str.contains(r"(?i)^#+ *backward"))
+    .then(pl.lit("backward"))
+    .when(pl.col("name").str.contains(r"(?i)forward"))
+    .then(pl.lit("forward"))
+    .when(pl.col("sequence").is_not_null() & (pl.col("category") == "cpu_op"))
+    .then(pl.lit("forward"))
+)
 _MICRO_BATCH = r"(?i)micro_?batch[ =#:]*(\d+)"
 
 
@@ -285,7 +317,7 @@ def _describe_calls(calls: pl.DataFrame, frames: _Frames) -> pl.DataFrame:
 
 
 def _step_at(times: NDArray[np.int64], marks: pl.DataFrame) -> pl.Series:
-    """The step at each time: before the first mark the one before it, after the last the last; 0 where there are no marks."""
+    """The step at each time: before the first mark the one before it, after the last the last; without marks 0."""
     if marks.is_empty():
         return pl.Series("step", np.zeros(times.size, np.int32))
     steps = marks["step"].to_numpy(writable=True)
@@ -321,19 +353,44 @@ def _host_comm(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     paired = runs.drop("correlation").join(issues, on=["collective", "from_end"], how="left")
     p2p = pl.col("collective").is_in(["send", "recv"])
     return paired.select(
-        "rank", "event_id", "name", "start_ns", "dur_ns", "correlation", "collective", "group", "comm_seq", "comm_bytes", "peer",
-        own_args="args", kind=pl.lit("comm"),
-        lane=pl.when(p2p).then(pl.format("net:{}:{}", "collective", pl.col("peer").fill_null(-1))).otherwise(pl.format("cpu:{}", "thread")),
-    )  # fmt: skip
+        "rank",
+        "event_id",
+        "name",
+        "start_ns",
+        "dur_ns",
+        "correlation",
+        "collective",
+        "group",
+        "comm_seq",
+        "comm_bytes",
+        "peer",
+        own_args="args",
+        kind=pl.lit("comm"),
+        lane=pl.when(p2p)
+        .then(pl.format("net:{}:{}", "collective", pl.col("peer").fill_null(-1)))
+        .otherwise(pl.format("cpu:{}", "thread")),
+    )
 
 
 def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     """Kernels, copies, sets and CPU collectives, each with what its launching call knows."""
-    device = events.filter(pl.col("category").is_in(list(DEVICE_CATEGORIES))).select(
-        "rank", "event_id", "name", "device", "stream", "start_ns", "dur_ns", "correlation", own_args="args",
-        kind=pl.col("category").replace_strict(DEVICE_CATEGORIES),
-        lane=pl.format("gpu{}:{}", pl.col("device"), pl.col("stream")),
-    ).sort("device", "stream", "start_ns", "event_id")  # fmt: skip
+    device = (
+        events.filter(pl.col("category").is_in(list(DEVICE_CATEGORIES)))
+        .select(
+            "rank",
+            "event_id",
+            "name",
+            "device",
+            "stream",
+            "start_ns",
+            "dur_ns",
+            "correlation",
+            own_args="args",
+            kind=pl.col("category").replace_strict(DEVICE_CATEGORIES),
+            lane=pl.format("gpu{}:{}", pl.col("device"), pl.col("stream")),
+        )
+        .sort("device", "stream", "start_ns", "event_id")
+    )
     device = pl.concat([device, _host_comm(events, host)], how="diagonal_relaxed")
     launches = host.filter((pl.col("call") == "launch") & pl.col("correlation").is_not_null()).select(
         "correlation",

@@ -105,7 +105,7 @@ def _targets(waits: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
 
 
 def collectives(streams: pl.DataFrame, joins: pl.DataFrame) -> pl.DataFrame:
-    """Rule 7: all arrivals -> join -> every rank's transfer; a transfer without a matched partner after its own arrival."""
+    """Rule 7: all arrivals -> join -> every rank's transfer; without a matched partner, after its own arrival."""
     comm = streams.filter(pl.col("kind") == "comm").with_columns(
         join=-1 - pl.col("match"), arrival=row_id("op_id", ARRIVAL)
     )
@@ -141,7 +141,7 @@ def queue_size(ops: pl.DataFrame, *, cuda: bool) -> dict[int, int]:
 
 
 def outstanding(ops: pl.DataFrame) -> pl.DataFrame:
-    """Linked device ops in launch order: `op_id`, `rank`, `call_id` and how many are `outstanding` as each is launched."""
+    """Linked device ops in launch order, with their `number` and how many are `outstanding` as each is launched."""
     work = ops.filter(pl.col("device").is_not_null() & pl.col("launch_ns").is_not_null())
     work = work.select(
         "op_id", "rank", "launch_ns", "step", "correlation", end_ns=pl.col("start_ns") + pl.col("dur_ns")
@@ -194,8 +194,8 @@ def _callers(hosts: pl.DataFrame) -> pl.DataFrame:
 def engine(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Rule 2: the autograd thread starts when the calling thread starts it, and the caller goes on when it is done.
 
-    The caller's stretch that spans a burst of the engine is cut in two: before the burst, and what remains after it. The
-    engine's idling between bursts is no work and is dropped. Returns rows and edges.
+    The caller's stretch that spans a burst of the engine is cut in two: before the burst, and what remains after it.
+    The engine's idling between bursts is no work and is dropped. Returns rows and edges.
     """
     callers = dict(_callers(hosts).iter_rows())
     engines = hosts.filter(_BACKWARD).select("rank", "lane").unique(maintain_order=True)
@@ -214,9 +214,11 @@ def _engine_bursts(hosts: pl.DataFrame, rank: int, caller: str, lane: str) -> tu
         "from_ns"
     )
     busy = hosts.filter(on_rank & (pl.col("lane") == lane) & (pl.col("kind") != "gap")).sort("from_ns")
-    inside = busy.select("id", "from_ns", "to_ns").join_asof(
-        stretches.select("from_ns", call="id", call_end_ns="to_ns"), on="from_ns", check_sortedness=False
-    ).filter(pl.col("to_ns") <= pl.col("call_end_ns"))  # fmt: skip
+    inside = (
+        busy.select("id", "from_ns", "to_ns")
+        .join_asof(stretches.select("from_ns", call="id", call_end_ns="to_ns"), on="from_ns", check_sortedness=False)
+        .filter(pl.col("to_ns") <= pl.col("call_end_ns"))
+    )
     bursts = inside.group_by("call", maintain_order=True).agg(
         first=pl.col("id").first(),
         last=pl.col("id").last(),
@@ -224,9 +226,12 @@ def _engine_bursts(hosts: pl.DataFrame, rank: int, caller: str, lane: str) -> tu
         done_ns=pl.col("to_ns").max(),
     )
     spans = bursts.select("begin_ns", "done_ns").sort("begin_ns")
-    idle = hosts.filter(on_rank & (pl.col("lane") == lane) & (pl.col("kind") == "gap")).sort("from_ns").join_asof(
-        spans, left_on="from_ns", right_on="begin_ns", check_sortedness=False
-    ).filter(pl.col("done_ns").is_null() | (pl.col("from_ns") >= pl.col("done_ns")))["id"]  # fmt: skip
+    idle = (
+        hosts.filter(on_rank & (pl.col("lane") == lane) & (pl.col("kind") == "gap"))
+        .sort("from_ns")
+        .join_asof(spans, left_on="from_ns", right_on="begin_ns", check_sortedness=False)
+        .filter(pl.col("done_ns").is_null() | (pl.col("from_ns") >= pl.col("done_ns")))["id"]
+    )
     kept = hosts.filter(~pl.col("id").is_in(idle.implode())).join(
         bursts, left_on="id", right_on="call", how="left", maintain_order="left"
     )
@@ -237,8 +242,12 @@ def _engine_bursts(hosts: pl.DataFrame, rank: int, caller: str, lane: str) -> tu
         blocks=pl.col("blocks") & ~spanning,
     )
     after = kept.filter(spanning).with_columns(
-        id=in_role("id", ENGINE_RETURN), kind=pl.lit("wait"), name=pl.lit("backward"), from_ns="begin_ns", blocks=pl.lit(value=True),
-    )  # fmt: skip
+        id=in_role("id", ENGINE_RETURN),
+        kind=pl.lit("wait"),
+        name=pl.lit("backward"),
+        from_ns="begin_ns",
+        blocks=pl.lit(value=True),
+    )
     rows = (
         pl.concat([before, after])
         .drop("first", "last", "begin_ns", "done_ns")
@@ -249,19 +258,35 @@ def _engine_bursts(hosts: pl.DataFrame, rank: int, caller: str, lane: str) -> tu
 
 
 def idle_threads(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Rule 2, other threads: after idling a thread is taken to be woken by what the calling thread was doing just before.
+    """Rule 2, other threads: after idling a thread was woken by what the calling thread was doing just before.
 
-    Nothing records who wakes a thread of a pool or a data loader. Gaps above `IDLE_NS` outside the caller and the engine are
-    dropped as no work, and the op after each follows the caller's op that had ended last: evidence "time".
+    Nothing records who wakes a thread of a pool or a data loader. Gaps above `IDLE_NS` outside the caller and the
+    engine are dropped as no work, and the op after each follows the caller's op that had ended last: evidence "time".
     """
     rows = hosts.join(_callers(hosts), on="rank", how="left", maintain_order="left")
     engine_lanes = rows.filter(_BACKWARD).select("rank", "lane").unique()
-    idle = rows.filter((pl.col("kind") == "gap") & (pl.col("lane") != pl.col("main")) & (pl.col("dur_ns") > IDLE_NS) & ~pl.col("blocks"))
+    idle = rows.filter(
+        (pl.col("kind") == "gap")
+        & (pl.col("lane") != pl.col("main"))
+        & (pl.col("dur_ns") > IDLE_NS)
+        & ~pl.col("blocks")
+    )
     idle = idle.join(engine_lanes, on=["rank", "lane"], how="anti")
     following = rows.select("rank", "lane", from_ns="from_ns", dst="id").sort("from_ns")
-    woken = idle.select("rank", "lane", "to_ns").sort("to_ns").join_asof(
-        following, left_on="to_ns", right_on="from_ns", by=["rank", "lane"], strategy="forward", check_sortedness=False
-    )  # fmt: skip
+    woken = (
+        idle.select("rank", "lane", "to_ns")
+        .sort("to_ns")
+        .join_asof(
+            following,
+            left_on="to_ns",
+            right_on="from_ns",
+            by=["rank", "lane"],
+            strategy="forward",
+            check_sortedness=False,
+        )
+    )
     wakers = rows.filter(pl.col("lane") == pl.col("main")).select("rank", end_ns="to_ns", src="id").sort("end_ns")
     edges = woken.join_asof(wakers, left_on="to_ns", right_on="end_ns", by="rank", check_sortedness=False)
-    return rows.join(idle.select("id"), on="id", how="anti", maintain_order="left").drop("main"), _edges(edges, "wake", "time", hard=False)
+    return rows.join(idle.select("id"), on="id", how="anti", maintain_order="left").drop("main"), _edges(
+        edges, "wake", "time", hard=False
+    )

@@ -1,4 +1,4 @@
-"""The steady state of a step: its graph repeated, so that what one repetition leaves behind is where the next begins."""
+"""The steady state of a step: its graph repeated, so that each repetition begins where the last one left off."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from lumos_nb.schema import DEVICE_KINDS
 def repeat(graph: Graph, times: int = 4) -> Graph:
     """The graph of one step repeated back to back, its boundary replaced by the repetition before.
 
-    Replaying it gives the period of the steady state: `Result.step_ns` is the last repetition's. What-ifs need this where a
-    change also changes what earlier steps leave behind: a host that runs ahead, a full launch queue, a stream's backlog.
+    Replaying it gives the period of the steady state: `Result.step_ns` is the last repetition's. What-ifs need this
+    where a change also changes what earlier steps leave behind: a host that runs ahead, a full launch queue, a
+    stream's backlog.
 
     Parameters
     ----------
     graph
         As `build_graph` made it.
     times
-        How many repetitions. The first begins with idle streams and an empty queue; a queue of Q ops fills in about Q / (ops
-        a step) of them, and the last two must be equal for a steady state: `Result.step_ends` shows them.
+        How many repetitions. The first begins with idle streams and an empty queue; a queue of Q ops fills in about Q
+        / (ops a step) of them, and the last two must be equal for a steady state: `Result.step_ends` shows them.
 
     Raises
     ------
@@ -42,13 +43,21 @@ def repeat(graph: Graph, times: int = 4) -> Graph:
     between = pl.concat([_lane_to_lane(own), _across(graph, boundary, own)])
     queue = _queue(graph, own, times)
     size = int(graph.ops["op_id"].max()) + 1  # type: ignore[arg-type]
-    ops = pl.concat([own.with_columns(op_id=pl.col("op_id") + n * size, step=pl.lit(n, pl.Int32)) for n in range(times)])
+    ops = pl.concat(
+        [own.with_columns(op_id=pl.col("op_id") + n * size, step=pl.lit(n, pl.Int32)) for n in range(times)]
+    )
     copies = [_shift(inner, n * size, n * size) for n in range(times)]
     links = [
-        _shift(between.filter(pl.col("ago") <= n).with_columns(src=pl.col("src") - pl.col("ago") * size), n * size, n * size)
+        _shift(
+            between.filter(pl.col("ago") <= n).with_columns(src=pl.col("src") - pl.col("ago") * size),
+            n * size,
+            n * size,
+        )
         for n in range(1, times)
     ]
-    edges = pl.concat([*copies, *(link.select(graph.edges.columns) for link in links), queue.select(graph.edges.columns)])
+    edges = pl.concat(
+        [*copies, *(link.select(graph.edges.columns) for link in links), queue.select(graph.edges.columns)]
+    )
     known = ops["op_id"].implode()
     edges = edges.filter(pl.col("src").is_in(known) & pl.col("dst").is_in(known))
     return replace(graph, ops=ops, edges=edges, step=times - 1)
@@ -60,9 +69,15 @@ def _shift(edges: pl.DataFrame, src: int, dst: int) -> pl.DataFrame:
 
 def _edge(frame: pl.DataFrame, rule: str) -> pl.DataFrame:
     return frame.select(
-        "src", "dst", "ago", lag_ns=pl.lit(0, pl.Int64), from_start=pl.lit(value=False), rule=pl.lit(rule), evidence=pl.lit("exact"),
+        "src",
+        "dst",
+        "ago",
+        lag_ns=pl.lit(0, pl.Int64),
+        from_start=pl.lit(value=False),
+        rule=pl.lit(rule),
+        evidence=pl.lit("exact"),
         hard=pl.lit(value=True),
-    )  # fmt: skip
+    )
 
 
 def _lane_to_lane(own: pl.DataFrame) -> pl.DataFrame:
@@ -77,7 +92,9 @@ def _across(graph: Graph, boundary: pl.DataFrame, own: pl.DataFrame) -> pl.DataF
     name = ["rank", "site", "nth"]
     twins = own.filter(pl.col("kind").is_in(DEVICE_KINDS)).select(*name, src_twin="op_id").unique(name, keep="first")
     earlier = boundary.select(*name, "ago", src="op_id").join(twins, on=name)
-    crossing = graph.edges.filter(pl.col("rule").is_in(["sync", "event"])).join(earlier, on="src").with_columns(src="src_twin")
+    crossing = (
+        graph.edges.filter(pl.col("rule").is_in(["sync", "event"])).join(earlier, on="src").with_columns(src="src_twin")
+    )
     return crossing.select("src", "dst", "ago", "lag_ns", "from_start", "rule", "evidence", "hard")
 
 
@@ -91,11 +108,21 @@ def _queue(graph: Graph, own: pl.DataFrame, times: int) -> pl.DataFrame:
     del arrived
     size = int(graph.ops["op_id"].max()) + 1  # type: ignore[arg-type]
     queue = pl.col("rank").replace_strict(dict(graph.queue_sizes), default=None, return_dtype=pl.Int64)
-    per_step = launched.with_columns(number=pl.int_range(pl.len()).over("rank"), count=pl.len().over("rank"), size=queue)
-    all_steps = pl.concat([
-        per_step.with_columns(place=pl.col("number") + n * pl.col("count"), src=pl.col("src") + n * size, work=pl.col("work") + n * size)
-        for n in range(times)
-    ])  # fmt: skip
+    per_step = launched.with_columns(
+        number=pl.int_range(pl.len()).over("rank"), count=pl.len().over("rank"), size=queue
+    )
+    all_steps = pl.concat(
+        [
+            per_step.with_columns(
+                place=pl.col("number") + n * pl.col("count"),
+                src=pl.col("src") + n * size,
+                work=pl.col("work") + n * size,
+            )
+            for n in range(times)
+        ]
+    )
     before = all_steps.select("rank", room="place", blocker="work")
     pairs = all_steps.with_columns(room=pl.col("place") - pl.col("size")).join(before, on=["rank", "room"])
-    return _edge(pairs.select(src="blocker", dst="src", ago=pl.lit(0)), "queue").with_columns(evidence=pl.lit("pattern"))
+    return _edge(pairs.select(src="blocker", dst="src", ago=pl.lit(0)), "queue").with_columns(
+        evidence=pl.lit("pattern")
+    )

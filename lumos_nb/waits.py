@@ -1,14 +1,15 @@
-"""Who waits for what: event waits of streams and blocking calls of threads, each with its target and the evidence for it.
+"""Who waits for what: event waits of streams and blocking calls of threads, with target and evidence.
 
 Most traces name neither stream nor event of these calls, so a target comes from one of three sources, in this order:
 
 exact    the trace's `cuda_sync` records, a blocking copy (its own copy), a device-wide wait (every stream)
-pattern  the idiom that issued the call: a collective's stream waits for the stream that calls it; the caller's stream waits
-         for a collective, first issued first; a block on another stream starts and ends with a wait (`wait_stream`)
-time     what the waiting op followed at the same call site in *other* steps, if it did in at least half of them
+pattern  the idiom that issued the call: a collective's stream waits for the stream that calls it; the caller's stream
+         waits for a collective, first issued first; a block on another stream starts and ends with a wait
+time     what the waiting op followed at the same call site in *other* steps (repetitions.py)
 
-A pattern that other steps contradict (the waiting op started before its supposed target had ended) is dropped, and one that
-they do not support yields to a target that they do. The step that a graph is made of never serves as its own evidence.
+A pattern that other steps contradict (the waiting op started before its supposed target had ended) is dropped, and
+one that they do not support yields to a target that they do. The step that a graph is made of never serves as its own
+evidence.
 """
 
 from __future__ import annotations
@@ -16,23 +17,8 @@ from __future__ import annotations
 import polars as pl
 
 from lumos_nb.calls import BLOCKING_COPIES, COLLECTIVE_WAITS
+from lumos_nb.repetitions import SITE_KEY, contradicted, first_after, followed, hidden_waits
 from lumos_nb.schema import DEVICE_KINDS
-
-TOLERANCE_NS = 2_000
-"""A target may end this much after its waiter starts: rounding of old traces (1 us) and clock noise."""
-
-WAKE_STREAM_NS = 20_000
-"""A stream's next op starts within this after the event it waited for."""
-
-WAKE_HOST_NS = 80_000
-"""A blocked thread goes on within this after the device op it waited for; the clocks of host and device agree no better."""
-
-HIDDEN_WAIT_NS = 200_000
-"""A gap of a thread shorter than this is never taken for a wait that the profiler did not record."""
-
-MIN_SUPPORT = 0.5
-MAX_CONTRADICTED = 0.25
-"""Rounded times put a few calls of a site into the place of others, so a single contradiction is no proof."""
 
 WAITS = {
     "op_id": pl.Int64(),  # the call, or the gap that hides a wait
@@ -47,7 +33,7 @@ WAITS = {
 
 
 def sync_records(events: pl.DataFrame) -> pl.DataFrame:
-    """The trace's own synchronisation records: `rank`, `correlation`, `device`, `stream`, `wait_on_stream`, `record`."""
+    """The trace's synchronisation records: `rank`, `correlation`, `device`, `stream`, `wait_on_stream`, `record`."""
     fields = {
         "stream": pl.Int64(),
         "wait_on_stream": pl.Int64(),
@@ -60,7 +46,7 @@ def sync_records(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def identify(ops: pl.DataFrame) -> pl.DataFrame:
-    """Add `nth`: the number of an op among those of its call site in its rank and step. (`site`, `nth`) names it in any step."""
+    """Add `nth`, the number of an op among those of its call site: (`site`, `nth`) names it in any rank and step."""
     stretch = pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null()
     site = pl.when(stretch).then(pl.struct("name", "phase", "kind").hash(3)).otherwise("site")
     return ops.with_columns(site=site).with_columns(
@@ -95,13 +81,15 @@ def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int)
         _whole_device(calls, device),
         _stream_syncs(calls, records),
         _event_waits(calls, device, records, step, unseen),
-        _hidden_waits(ops, device, calls, step, unseen),
+        hidden_waits(ops, device, calls, step, unseen),
     ]
     chosen = pl.concat([f.select(pl.col(c).cast(t) for c, t in WAITS.items()) for f in found])
     here = ops.filter(pl.col("step") == step).select("op_id")
     apart = pl.col("lane").is_null() | pl.col("record_lane").is_null() | (pl.col("lane") != pl.col("record_lane"))
-    return chosen.filter(apart).join(here, on="op_id", how="semi").unique(
-        ["op_id", "lane", "target", "record_lane"], maintain_order=True
+    return (
+        chosen.filter(apart)
+        .join(here, on="op_id", how="semi")
+        .unique(["op_id", "lane", "target", "record_lane"], maintain_order=True)
     )
 
 
@@ -126,11 +114,8 @@ def _calls_with_neighbours(ops: pl.DataFrame, device: pl.DataFrame) -> pl.DataFr
             comm_after=pl.col("to_comm").backward_fill().over(thread),
             frame_before=pl.when(launches).then(pl.col("frame").fill_null(-1)).forward_fill().over(thread),
         )
-        .with_columns(site_key=_SITE_KEY)
+        .with_columns(site_key=SITE_KEY)
     )
-
-
-_SITE_KEY = pl.struct("site", "nth").hash(5)
 
 
 def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
@@ -144,10 +129,20 @@ def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
     )
     recorded = calls.filter(pl.col("call") == "record").select("rank", record="correlation", record_ns="start_ns")
     waits = calls.filter(pl.col("call").is_in(["wait_event", "sync_event"]))
-    return waits.join(named, on=["rank", "correlation"]).join(recorded, on=["rank", "record"]).select(
-        "op_id", "rank", "record_ns", lane=pl.when(pl.col("call") == "wait_event").then("waiter"), target=None,
-        record_lane="awaited", evidence=pl.lit("exact"), pattern=pl.lit("cuda_sync"),
-    )  # fmt: skip
+    return (
+        waits.join(named, on=["rank", "correlation"])
+        .join(recorded, on=["rank", "record"])
+        .select(
+            "op_id",
+            "rank",
+            "record_ns",
+            lane=pl.when(pl.col("call") == "wait_event").then("waiter"),
+            target=None,
+            record_lane="awaited",
+            evidence=pl.lit("exact"),
+            pattern=pl.lit("cuda_sync"),
+        )
+    )
 
 
 def _own_work(calls: pl.DataFrame) -> pl.DataFrame:
@@ -197,16 +192,21 @@ def _stream_syncs(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
     waits = waits.join(named.unique(["rank", "correlation"]), on=["rank", "correlation"], how="left")
     exact = pl.col("named").is_not_null()
     return waits.filter(exact | pl.col("before").is_not_null()).select(
-        "op_id", "rank", lane=None, target=None, record_lane=pl.coalesce("named", "before"), record_ns="start_ns",
+        "op_id",
+        "rank",
+        lane=None,
+        target=None,
+        record_lane=pl.coalesce("named", "before"),
+        record_ns="start_ns",
         evidence=pl.when(exact).then(pl.lit("exact")).otherwise(pl.lit("pattern")),
         pattern=pl.when(exact).then(pl.lit("cuda_sync")).otherwise(pl.lit("last stream of the thread")),
-    )  # fmt: skip
+    )
 
 
 def _event_waits(
     calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int
 ) -> pl.DataFrame:
-    """Event waits that no record names: the idioms that other steps do not contradict, and what they support by time."""
+    """Event waits that no record names: idioms that other steps do not contradict, and what they support by time."""
     named = records.filter(pl.col("record") >= 0).select("rank", "correlation")
     # A wait after a collective's kernel, still inside the call that launched it, orders NCCL's internal streams only.
     internal = pl.col("comm_before") & (pl.col("frame_before") == pl.col("frame"))
@@ -216,12 +216,10 @@ def _event_waits(
     candidates = pl.concat(
         [_caller_waits(unnamed), _collective_waits(unnamed), _stream_switches(unnamed)], how="diagonal_relaxed"
     )
-    sound = candidates.join(_contradicted(candidates, device, unseen), on=["site_key", "pattern"], how="anti")
+    sound = candidates.join(contradicted(candidates, device, unseen), on=["site_key", "pattern"], how="anti")
     best = sound.filter(pl.col("order") == pl.col("order").min().over("op_id"))
     waits = unnamed.filter((pl.col("call") == "wait_event") & ~pl.col("internal") & pl.col("after").is_not_null())
-    by_time = _followed(
-        _first_after(waits.with_columns(lane="after", call_ns="start_ns"), device), device, step, unseen
-    )
+    by_time = followed(first_after(waits.with_columns(lane="after", call_ns="start_ns"), device), device, step, unseen)
     return pl.concat([best, by_time], how="diagonal_relaxed").with_columns(
         *(
             pl.lit(None, WAITS[c]).alias(c)
@@ -235,14 +233,26 @@ def _caller_waits(calls: pl.DataFrame) -> pl.DataFrame:
     """Before its kernel a collective makes its own stream wait for the stream of its caller."""
     waits = calls.filter((pl.col("call") == "wait_event") & pl.col("comm_after") & pl.col("plain_before").is_not_null())
     return waits.select(
-        "op_id", "rank", "step", "site_key", lane="after", record_lane="plain_before", record_ns="start_ns", call_ns="start_ns",
-        order=0, evidence=pl.lit("pattern"), pattern=pl.lit("collective after its caller"),
-    )  # fmt: skip
+        "op_id",
+        "rank",
+        "step",
+        "site_key",
+        lane="after",
+        record_lane="plain_before",
+        record_ns="start_ns",
+        call_ns="start_ns",
+        order=0,
+        evidence=pl.lit("pattern"),
+        pattern=pl.lit("collective after its caller"),
+    )
 
 
 def _collective_waits(calls: pl.DataFrame) -> pl.DataFrame:
-    """`Work.wait`: the caller's stream waits for the collective that the same operator issued last, else for the one that
-    its thread issued first and has not waited for yet."""
+    """`Work.wait`: the caller's stream waits for a collective.
+
+    It is the one that the same operator issued last, else the one that
+    its thread issued first and has not waited for yet.
+    """
     # DDP waits for its buckets at the end of backward, outside every operator.
     within = pl.coalesce("around", "parent").str.contains(COLLECTIVE_WAITS).fill_null(value=True).any().over("site_key")
     takes = (
@@ -269,9 +279,17 @@ def _collective_waits(calls: pl.DataFrame) -> pl.DataFrame:
         taken.append(issued.pop(last if same else next(iter(issued)))[0])
     waits = rows.with_columns(issued=pl.Series(taken, dtype=pl.Int64)).filter(pl.col("issued").is_not_null())
     return waits.select(
-        "op_id", "rank", "step", "site_key", lane="plain_after", target="issued", call_ns="start_ns",
-        order=1, evidence=pl.lit("pattern"), pattern=pl.lit("wait for a collective"),
-    )  # fmt: skip
+        "op_id",
+        "rank",
+        "step",
+        "site_key",
+        lane="plain_after",
+        target="issued",
+        call_ns="start_ns",
+        order=1,
+        evidence=pl.lit("pattern"),
+        pattern=pl.lit("wait for a collective"),
+    )
 
 
 def _stream_switches(calls: pl.DataFrame) -> pl.DataFrame:
@@ -279,139 +297,15 @@ def _stream_switches(calls: pl.DataFrame) -> pl.DataFrame:
     switch = (pl.col("plain_before") != pl.col("plain_after")) & ~pl.col("comm_after").fill_null(value=False)
     waits = calls.filter((pl.col("call") == "wait_event") & ~pl.col("internal") & switch)
     return waits.select(
-        "op_id", "rank", "step", "site_key", lane="plain_after", record_lane="plain_before", record_ns="start_ns", call_ns="start_ns",
-        order=2, evidence=pl.lit("pattern"), pattern=pl.lit("stream switch"),
-    )  # fmt: skip
-
-
-def _contradicted(candidates: pl.DataFrame, device: pl.DataFrame, unseen: int) -> pl.DataFrame:
-    """(`site_key`, `pattern`) whose waiter started before its target had ended in more than `MAX_CONTRADICTED` of other steps."""
-    issued = device.select(
-        "rank", record_lane="lane", held_ns=pl.coalesce("launch_ns", "start_ns"), last_end_ns="end_ns"
-    ).sort("held_ns")
-    ends = device.select(target="op_id", target_end_ns="end_ns")
-    others = _first_after(candidates.filter(pl.col("step") != unseen), device)
-    by_lane = (
-        others.filter(pl.col("record_lane").is_not_null())
-        .sort("record_ns")
-        .join_asof(issued, left_on="record_ns", right_on="held_ns", by=["rank", "record_lane"], check_sortedness=False)
-    )
-    by_op = others.filter(pl.col("record_lane").is_null()).join(ends, on="target", how="left")
-    tested = pl.concat([by_lane, by_op], how="diagonal_relaxed").with_columns(
-        end_ns=pl.coalesce("last_end_ns", "target_end_ns")
-    )
-    early = pl.col("end_ns") > pl.col("next_start_ns") + TOLERANCE_NS
-    return (
-        tested.group_by("site_key", "pattern")
-        .agg(early.mean().alias("share"))
-        .filter(pl.col("share") > MAX_CONTRADICTED)
-    )
-
-
-def _first_after(waits: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
-    """Add the first op on each wait's lane that was issued after the call: `next_start_ns`, and when it could have begun."""
-    ready = pl.max_horizontal(pl.col("end_ns").shift(1).over("rank", "lane", order_by="start_ns"), "launch_ns")
-    following = device.filter(pl.col("launch_ns").is_not_null()).select(
-        "rank", "lane", issue_ns="launch_ns", next_start_ns="start_ns", ready_ns=ready
-    )
-    return waits.sort("call_ns").join_asof(
-        following.sort("issue_ns"),
-        left_on="call_ns",
-        right_on="issue_ns",
-        by=["rank", "lane"],
-        strategy="forward",
-        check_sortedness=False,
-    )
-
-
-def _followed(waits: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
-    """What each waiting stream's next op started right after in other steps, where nothing else explains its delay."""
-    waits = waits.filter(pl.col("next_start_ns").is_not_null())
-    waits = waits.with_columns(
-        at_ns="next_start_ns", late=pl.col("next_start_ns") > pl.col("ready_ns") + WAKE_STREAM_NS
-    )
-    votes = _nearest_end(waits.filter("late"), device, WAKE_STREAM_NS)
-    return _elect(waits, votes.filter(pl.col("target_lane") != pl.col("lane")), device, step, unseen, TOLERANCE_NS)
-
-
-def _nearest_end(waits: pl.DataFrame, device: pl.DataFrame, within_ns: int) -> pl.DataFrame:
-    """The device op of the same rank that ended last before `at_ns`, if within `within_ns`, and was issued before the call."""
-    ends = device.select(
-        "rank", "end_ns", target_lane="lane", target_site="site", target_nth="nth", target_step="step", target_launch_ns="launch_ns"
-    ).sort("end_ns")  # fmt: skip
-    found = (
-        waits.with_columns(limit_ns=pl.col("at_ns") + TOLERANCE_NS)
-        .drop("end_ns", strict=False)
-        .sort("limit_ns")
-        .join_asof(
-            ends,
-            left_on="limit_ns",
-            right_on="end_ns",
-            by="rank",
-            tolerance=within_ns + TOLERANCE_NS,
-            check_sortedness=False,
-        )
-    )
-    # Ops of the backlog have no launch and so no name: they neither support nor oppose, but they are what was waited for.
-    return found.filter(pl.col("end_ns").is_not_null() & (pl.col("target_launch_ns").fill_null(0) <= pl.col("call_ns")))
-
-
-def _elect(
-    waits: pl.DataFrame, votes: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int, tolerance_ns: int
-) -> pl.DataFrame:
-    """For each wait of `step` the target that explained its call site's delays in other steps, and that none contradicts.
-
-    `waits` have `at_ns`, the time at which they are over, and `late`: nothing else explains that they took as long. A target must
-    explain at least `MIN_SUPPORT` of a site's late waits, and must have ended in time for all the others.
-    """
-    others = waits.filter(pl.col("step") != unseen)
-    unnamed = votes.filter(pl.col("target_site").is_null()).select("op_id")
-    held = others.filter("late").join(unnamed, on="op_id", how="anti").group_by("site_key").agg(repetitions=pl.len())
-    identity = ["target_site", "target_nth"]
-    counted = (
-        votes.filter((pl.col("step") != unseen) & pl.col("target_site").is_not_null())
-        .group_by("site_key", *identity, ago=pl.col("step") - pl.col("target_step"))
-        .len()
-    )
-    elected = counted.join(held, on="site_key").filter(pl.col("len") >= MIN_SUPPORT * pl.col("repetitions"))
-    elected = elected.sort("len", *identity, descending=True).unique("site_key", keep="first", maintain_order=True)
-    targets = device.select(
-        "rank", target="op_id", target_step="step", target_site="site", target_nth="nth", target_end_ns="end_ns", issued_ns="launch_ns"
-    )  # fmt: skip
-    named = waits.join(elected, on="site_key").with_columns(target_step=pl.col("step") - pl.col("ago"))
-    named = named.join(targets, on=["rank", "target_step", *identity])
-    wrong = named.filter((pl.col("step") != unseen) & (pl.col("target_end_ns") > pl.col("at_ns") + tolerance_ns))
-    return (
-        named.filter((pl.col("step") == step) & (pl.col("issued_ns") <= pl.col("call_ns")))
-        .join(wrong, on="site_key", how="anti")
-        .select(
-            "op_id",
-            "rank",
-            "step",
-            "site_key",
-            "lane",
-            "target",
-            evidence=pl.lit("time"),
-            pattern=pl.lit("followed in other steps"),
-        )
-    )
-
-
-def _hidden_waits(ops: pl.DataFrame, device: pl.DataFrame, calls: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
-    """Host stretches that end right after a device op in other steps: waits that the profiler did not record."""
-    long = ops.filter(
-        pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & (pl.col("dur_ns") > HIDDEN_WAIT_NS)
-    )
-    sites = long["site"].unique().implode()
-    stretches = ops.filter(
-        pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & pl.col("site").is_in(sites)
-    )
-    syncs = calls.filter(pl.col("call") == "sync_event")
-    waits = pl.concat([stretches.with_columns(site_key=_SITE_KEY), syncs.select(*stretches.columns, "site_key")]).with_columns(
-        call_ns="start_ns", at_ns=pl.col("start_ns") + pl.col("dur_ns"), lane=pl.lit(None, pl.String),
-        late=(pl.col("dur_ns") > HIDDEN_WAIT_NS) | (pl.col("call") == "sync_event"),
-    )  # fmt: skip
-    votes = _nearest_end(waits.filter("late"), device, WAKE_HOST_NS)
-    return _elect(waits, votes, device, step, unseen, WAKE_HOST_NS).with_columns(
-        record_lane=pl.lit(None, pl.String), record_ns=pl.lit(None, pl.Int64)
+        "op_id",
+        "rank",
+        "step",
+        "site_key",
+        lane="plain_after",
+        record_lane="plain_before",
+        record_ns="start_ns",
+        call_ns="start_ns",
+        order=2,
+        evidence=pl.lit("pattern"),
+        pattern=pl.lit("stream switch"),
     )

@@ -1,0 +1,179 @@
+"""What the repetitions of a call site in other steps say of a wait: the evidence "time".
+
+A call site is named by `site` and `nth` (waits.identify), the same in every step and rank. What a wait followed there
+in other steps, right after and with nothing else to explain its delay, is elected as its target, unless some
+repetition contradicts it.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+TOLERANCE_NS = 2_000
+"""A target may end this much after its waiter starts: rounding of old traces (1 us) and clock noise."""
+
+WAKE_STREAM_NS = 20_000
+"""A stream's next op starts within this after the event it waited for."""
+
+WAKE_HOST_NS = 80_000
+"""A blocked thread goes on within this after the device op it waited for: host and device clocks agree no better."""
+
+HIDDEN_WAIT_NS = 200_000
+"""A gap of a thread shorter than this is never taken for a wait that the profiler did not record."""
+
+MIN_SUPPORT = 0.5
+MAX_CONTRADICTED = 0.25
+"""Rounded times put a few calls of a site into the place of others, so a single contradiction is no proof."""
+
+SITE_KEY = pl.struct("site", "nth").hash(5)
+"""One number for a call site and its place among the calls of it in a step."""
+
+
+def contradicted(candidates: pl.DataFrame, device: pl.DataFrame, unseen: int) -> pl.DataFrame:
+    """(`site_key`, `pattern`) whose waiter too often started before its target had ended in other steps."""
+    issued = device.select(
+        "rank", record_lane="lane", held_ns=pl.coalesce("launch_ns", "start_ns"), last_end_ns="end_ns"
+    ).sort("held_ns")
+    ends = device.select(target="op_id", target_end_ns="end_ns")
+    others = first_after(candidates.filter(pl.col("step") != unseen), device)
+    by_lane = (
+        others.filter(pl.col("record_lane").is_not_null())
+        .sort("record_ns")
+        .join_asof(issued, left_on="record_ns", right_on="held_ns", by=["rank", "record_lane"], check_sortedness=False)
+    )
+    by_op = others.filter(pl.col("record_lane").is_null()).join(ends, on="target", how="left")
+    tested = pl.concat([by_lane, by_op], how="diagonal_relaxed").with_columns(
+        end_ns=pl.coalesce("last_end_ns", "target_end_ns")
+    )
+    early = pl.col("end_ns") > pl.col("next_start_ns") + TOLERANCE_NS
+    return (
+        tested.group_by("site_key", "pattern")
+        .agg(early.mean().alias("share"))
+        .filter(pl.col("share") > MAX_CONTRADICTED)
+    )
+
+
+def first_after(waits: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
+    """Add the first op on each wait's lane issued after the call: `next_start_ns`, and when it could have begun."""
+    ready = pl.max_horizontal(pl.col("end_ns").shift(1).over("rank", "lane", order_by="start_ns"), "launch_ns")
+    following = device.filter(pl.col("launch_ns").is_not_null()).select(
+        "rank", "lane", issue_ns="launch_ns", next_start_ns="start_ns", ready_ns=ready
+    )
+    return waits.sort("call_ns").join_asof(
+        following.sort("issue_ns"),
+        left_on="call_ns",
+        right_on="issue_ns",
+        by=["rank", "lane"],
+        strategy="forward",
+        check_sortedness=False,
+    )
+
+
+def followed(waits: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
+    """What each waiting stream's next op started right after in other steps, where nothing else explains its delay."""
+    waits = waits.filter(pl.col("next_start_ns").is_not_null())
+    waits = waits.with_columns(
+        at_ns="next_start_ns", late=pl.col("next_start_ns") > pl.col("ready_ns") + WAKE_STREAM_NS
+    )
+    votes = _nearest_end(waits.filter("late"), device, WAKE_STREAM_NS)
+    return _elect(waits, votes.filter(pl.col("target_lane") != pl.col("lane")), device, step, unseen, TOLERANCE_NS)
+
+
+def _nearest_end(waits: pl.DataFrame, device: pl.DataFrame, within_ns: int) -> pl.DataFrame:
+    """The device op of the same rank that ended last before `at_ns`, within `within_ns`, and was issued before."""
+    ends = device.select(
+        "rank",
+        "end_ns",
+        target_lane="lane",
+        target_site="site",
+        target_nth="nth",
+        target_step="step",
+        target_launch_ns="launch_ns",
+    ).sort("end_ns")
+    found = (
+        waits.with_columns(limit_ns=pl.col("at_ns") + TOLERANCE_NS)
+        .drop("end_ns", strict=False)
+        .sort("limit_ns")
+        .join_asof(
+            ends,
+            left_on="limit_ns",
+            right_on="end_ns",
+            by="rank",
+            tolerance=within_ns + TOLERANCE_NS,
+            check_sortedness=False,
+        )
+    )
+    # Ops of the backlog have no launch and so no name: they neither support nor oppose, but they are what was waited
+    # for.
+    return found.filter(pl.col("end_ns").is_not_null() & (pl.col("target_launch_ns").fill_null(0) <= pl.col("call_ns")))
+
+
+def _elect(
+    waits: pl.DataFrame, votes: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int, tolerance_ns: int
+) -> pl.DataFrame:
+    """For each wait of `step` the target that explained its site's delays in other steps, and that none contradicts.
+
+    `waits` have `at_ns`, the time at which they are over, and `late`: nothing else explains that they took as long. A
+    target must explain at least `MIN_SUPPORT` of a site's late waits, and must have ended in time for all the others.
+    """
+    others = waits.filter(pl.col("step") != unseen)
+    unnamed = votes.filter(pl.col("target_site").is_null()).select("op_id")
+    held = others.filter("late").join(unnamed, on="op_id", how="anti").group_by("site_key").agg(repetitions=pl.len())
+    identity = ["target_site", "target_nth"]
+    counted = (
+        votes.filter((pl.col("step") != unseen) & pl.col("target_site").is_not_null())
+        .group_by("site_key", *identity, ago=pl.col("step") - pl.col("target_step"))
+        .len()
+    )
+    elected = counted.join(held, on="site_key").filter(pl.col("len") >= MIN_SUPPORT * pl.col("repetitions"))
+    elected = elected.sort("len", *identity, descending=True).unique("site_key", keep="first", maintain_order=True)
+    targets = device.select(
+        "rank",
+        target="op_id",
+        target_step="step",
+        target_site="site",
+        target_nth="nth",
+        target_end_ns="end_ns",
+        issued_ns="launch_ns",
+    )
+    named = waits.join(elected, on="site_key").with_columns(target_step=pl.col("step") - pl.col("ago"))
+    named = named.join(targets, on=["rank", "target_step", *identity])
+    wrong = named.filter((pl.col("step") != unseen) & (pl.col("target_end_ns") > pl.col("at_ns") + tolerance_ns))
+    return (
+        named.filter((pl.col("step") == step) & (pl.col("issued_ns") <= pl.col("call_ns")))
+        .join(wrong, on="site_key", how="anti")
+        .select(
+            "op_id",
+            "rank",
+            "step",
+            "site_key",
+            "lane",
+            "target",
+            evidence=pl.lit("time"),
+            pattern=pl.lit("followed in other steps"),
+        )
+    )
+
+
+def hidden_waits(ops: pl.DataFrame, device: pl.DataFrame, calls: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
+    """Host stretches that end right after a device op in other steps: waits that the profiler did not record."""
+    long = ops.filter(
+        pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & (pl.col("dur_ns") > HIDDEN_WAIT_NS)
+    )
+    sites = long["site"].unique().implode()
+    stretches = ops.filter(
+        pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & pl.col("site").is_in(sites)
+    )
+    syncs = calls.filter(pl.col("call") == "sync_event")
+    waits = pl.concat(
+        [stretches.with_columns(site_key=SITE_KEY), syncs.select(*stretches.columns, "site_key")]
+    ).with_columns(
+        call_ns="start_ns",
+        at_ns=pl.col("start_ns") + pl.col("dur_ns"),
+        lane=pl.lit(None, pl.String),
+        late=(pl.col("dur_ns") > HIDDEN_WAIT_NS) | (pl.col("call") == "sync_event"),
+    )
+    votes = _nearest_end(waits.filter("late"), device, WAKE_HOST_NS)
+    return _elect(waits, votes, device, step, unseen, WAKE_HOST_NS).with_columns(
+        record_lane=pl.lit(None, pl.String), record_ns=pl.lit(None, pl.Int64)
+    )
