@@ -1,0 +1,117 @@
+"""The data that comes with the package: recorded runs and tables, found on disk, never fetched.
+
+`datasets/README.md` of the source says how each was made, on what hardware, and what every column means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from lumos_nb.errors import LumosError
+
+
+class DatasetError(LumosError, KeyError):
+    """No bundled data set has this name; the message lists those that exist."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError would show its representation
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """One bundled data set: a folder that `capture` wrote, or a CSV table."""
+
+    file: str
+    what: str
+    columns: tuple[str, ...] = ()
+
+    @property
+    def is_run(self) -> bool:
+        """Whether `load_run` reads it."""
+        return not self.columns
+
+
+_RATIOS = (
+    *("kind", "launch", "variant", "base", "n", "base_ms", "variant_ms", "delta_ms"),
+    *("ratio", "ratio_lo", "ratio_hi", "cpu_ratio"),
+)
+_STEPS = ("kind", "launch", "round", "turn", "variant", "rank", "step_ns", "wall_ns", "cpu_ns")
+
+DATASETS = {
+    "gpt-single": Dataset("gpt-single", "GPT of 2 layers on one CPU core, 10 traced steps"),
+    "gpt-ddp": Dataset("gpt-ddp", "the same on two ranks, data parallel (DDP, gloo)"),
+    "gpt-tp": Dataset("gpt-tp", "the same on two ranks, tensor parallel (DTensor, gloo)"),
+    "gpt-pp": Dataset("gpt-pp", "the same in two stages, 1F1B with four micro-batches (gloo)"),
+    "gpt-ddp-delay": Dataset("gpt-ddp-delay", "gpt-ddp with a logged delay on rank 1 that changes from step to step"),
+    "variants": Dataset("variants.csv", "step time of changed CPU runs as a ratio to the base", _RATIOS),
+    "variant-steps": Dataset("variant-steps.csv", "the step times behind `variants`", _STEPS),
+    "gpt-cuda": Dataset("gpt-cuda", "GPT of 12 layers, hidden 1024, bf16, on one GPU"),
+    "gpt-cuda-layers_24": Dataset("gpt-cuda-layers_24", "gpt-cuda with 24 layers"),
+    "gpt-cuda-hidden_2048": Dataset("gpt-cuda-hidden_2048", "gpt-cuda with hidden 2048"),
+    "gpt-cuda-batch_16": Dataset("gpt-cuda-batch_16", "gpt-cuda with batch 16 instead of 8"),
+    "cuda-variants": Dataset("cuda-variants.csv", "step time of changed GPU runs as a ratio to the base", _RATIOS),
+    "cuda-variant-steps": Dataset("cuda-variant-steps.csv", "the step times behind `cuda-variants`", _STEPS),
+}
+"""Every data set that the package knows by name; a source tree or an installation may hold fewer."""
+
+
+def root() -> Path:
+    """The folder of the data: inside an installed package, or beside it in a checkout."""
+    installed = Path(__file__).parent / "_datasets"
+    return installed if installed.is_dir() else Path(__file__).parents[1] / "datasets"
+
+
+def names() -> list[str]:
+    """Names of the data sets that are there."""
+    return [name for name, dataset in DATASETS.items() if (root() / dataset.file).exists()]
+
+
+def path(name: str) -> Path:
+    """Where a data set lies: the folder of a run, or a CSV file.
+
+    Raises
+    ------
+    DatasetError
+        If there is no data set of that name; it is a KeyError too.
+
+    Examples
+    --------
+    >>> run = ln.load_run(ln.datasets.path("gpt-ddp"))      # doctest: +SKIP
+    """
+    if name not in names():
+        why = "is not in this installation" if name in DATASETS else "is no data set"
+        raise DatasetError(f"{name!r} {why}; there are: {', '.join(names()) or 'none'} (in {root()}).")
+    return root() / DATASETS[name].file
+
+
+def load(name: str) -> pl.DataFrame | Path:
+    """A table as a frame; of a run the folder, which `load_run` reads.
+
+    Raises
+    ------
+    DatasetError
+        As `path`.
+
+    Examples
+    --------
+    >>> ln.datasets.load("variants").filter(pl.col("variant") == "again")      # doctest: +SKIP
+    """
+    found = path(name)
+    return found if DATASETS[name].is_run else pl.read_csv(found)
+
+
+def describe() -> pl.DataFrame:
+    """What is there: `name`, `kind` (run or table), `what`, `size_bytes`."""
+    rows = [
+        (name, "run" if DATASETS[name].is_run else "table", DATASETS[name].what, _size_bytes(path(name)))
+        for name in names()
+    ]
+    return pl.DataFrame(rows, schema=["name", "kind", "what", "size_bytes"], orient="row")
+
+
+def _size_bytes(found: Path) -> int:
+    files = found.rglob("*") if found.is_dir() else [found]
+    return sum(file.stat().st_size for file in files if file.is_file())

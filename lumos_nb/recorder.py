@@ -1,0 +1,399 @@
+"""Record a live torch training loop: step times, Kineto traces, execution traces and process groups.
+
+The phases follow one another, each in steps of its own, because each disturbs what the others measure: warm-up, timed
+(nothing attached), traced (profiler), executed (execution-trace observer). A capture is a folder:
+
+    capture.json         hardware, versions, arguments, phases
+    groups.json          process group name -> global ranks
+    steps.csv            rank, step, wall_ns, cpu_ns of the timed steps
+    rank-<r>.json.gz     Kineto trace, ProfilerStep#<k> round every step
+    rank-<r>.et.json.gz  execution trace
+
+Needs torch only, so that it runs where nothing else is installed.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from lumos_nb.errors import CaptureError
+from lumos_nb.job import barrier, describe_machine, gather, groups, world
+from lumos_nb.labels import label_collectives
+
+T = TypeVar("T")
+PROFILER_WARMUP_STEPS = 1  # the profiler's buffers are allocated in it; it is thrown away
+
+
+class Phase(Protocol):
+    """A part of a capture."""
+
+    name: str
+    steps: int
+
+    def start(self) -> None:
+        """Attach what the phase records with."""
+
+    def step(self) -> None:
+        """End an iteration."""
+
+    def stop(self) -> None:
+        """Take off what was attached, and write."""
+
+
+class _WarmUp:
+    """Steps of which nothing is kept."""
+
+    name = "warmup"
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def start(self) -> None: ...
+    def step(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class _Timed:
+    """Wall and process time of every step, nothing else attached.
+
+    On a device `wall_ns` is the time between events at the ends of the steps on the current stream, so that no
+    synchronisation is added between steps; the device is idle when the first step begins.
+    """
+
+    name = "timed"
+
+    def __init__(self, steps: int, device: str) -> None:
+        self.steps, self.device = steps, device
+        self.marks: list[tuple[Any, int]] = []
+
+    def start(self) -> None:
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.step()
+
+    def step(self) -> None:
+        import torch
+
+        wall: Any = time.perf_counter_ns()
+        if self.device == "cuda":
+            wall = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            wall.record()
+        self.marks.append((wall, time.process_time_ns()))
+
+    def stop(self) -> None:
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def rows(self) -> list[tuple[int, int, int]]:
+        """(step, wall_ns, cpu_ns) of every step."""
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        return [
+            (k, round(a.elapsed_time(b) * 1e6) if self.device == "cuda" else b - a, cpu_b - cpu_a)
+            for k, ((a, cpu_a), (b, cpu_b)) in enumerate(pairs)
+        ]
+
+
+class _Traced:
+    """Kineto trace of every step but the profiler's warm-up step."""
+
+    name = "traced"
+
+    def __init__(self, steps: int, path: Path, device: str, annotate: bool, record_shapes: bool) -> None:
+        self.steps = steps + PROFILER_WARMUP_STEPS
+        self.path, self.device, self.annotate, self.record_shapes = path, device, annotate, record_shapes
+        self.stack = ExitStack()
+
+    def start(self) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        config = None
+        activities = [ProfilerActivity.CPU]
+        if self.device == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            config = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)
+        active = self.steps - PROFILER_WARMUP_STEPS
+        self.profiler = profile(
+            activities=activities,
+            record_shapes=self.record_shapes,
+            schedule=schedule(wait=0, warmup=PROFILER_WARMUP_STEPS, active=active, repeat=1),
+            on_trace_ready=self._export,
+            experimental_config=config,
+        )
+        self.profiler.start()
+        if self.annotate:
+            self.stack.enter_context(label_collectives())
+
+    def step(self) -> None:
+        self.profiler.step()
+
+    def stop(self) -> None:
+        self.stack.close()
+        self.profiler.stop()
+
+    def _export(self, profiler: Any) -> None:
+        raw = self.path.with_suffix("")
+        profiler.export_chrome_trace(str(raw))
+        with raw.open("r+b") as file:  # its last field is the full path on this machine: nobody else's business
+            file.seek(-min(4096, raw.stat().st_size), os.SEEK_END)
+            start, tail = file.tell(), file.read()
+            if match := re.search(rb'"traceName": "[^"]*"', tail):
+                file.seek(start + match.start())
+                file.write((b'"traceName": "%s"' % raw.name.encode()).ljust(len(match[0])))
+        _compress(raw, self.path)
+
+
+class _Executed:
+    """Execution trace of the steps."""
+
+    name = "executed"
+
+    def __init__(self, steps: int, path: Path, annotate: bool) -> None:
+        self.steps, self.path, self.annotate = steps, path, annotate
+        self.stack = ExitStack()
+
+    def start(self) -> None:
+        from torch.profiler import ExecutionTraceObserver
+
+        self.observer = ExecutionTraceObserver()
+        self.observer.register_callback(str(self.path.with_suffix("")))
+        self.observer.start()
+        if self.annotate:
+            self.stack.enter_context(label_collectives())
+
+    def step(self) -> None: ...
+
+    def stop(self) -> None:
+        self.stack.close()
+        self.observer.stop()
+        self.observer.unregister_callback()
+        _compress(self.path.with_suffix(""), self.path)
+
+
+class Recorder:
+    """A capture under way; made by `capture`.
+
+    Attributes
+    ----------
+    total_steps, steps_done
+        Iterations in all phases, and so far.
+    phase_step
+        Iterations so far in the phase under way. In the traced phase it is the number in the trace's ProfilerStep#.
+    """
+
+    def __init__(self, folder: Path, phases: list[Phase], device: str, arguments: Mapping[str, object]) -> None:
+        self.folder = folder
+        self.total_steps = sum(phase.steps for phase in phases)
+        self.steps_done = 0
+        self._phases = [phase for phase in phases if phase.steps]
+        self._device, self._arguments = device, dict(arguments)
+        self._waiting = iter(self._phases)
+        self._running: Phase | None = None
+        self.phase_step = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every phase is complete; further steps are not recorded."""
+        return self.steps_done == self.total_steps
+
+    @property
+    def phase(self) -> str:
+        """Name of the phase under way: warmup, timed, traced, executed, done, or outside the context."""
+        if self.done:
+            return "done"
+        return self._running.name if self._running else "outside"
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rank = world()[0]
+        old = [*self.folder.glob("rank-*.json.gz"), *self.folder.glob("capture.json")]
+        if any(path.name == "capture.json" or path.name.startswith(f"rank-{rank}.") for path in old):
+            raise CaptureError(
+                f"{self.folder} already holds a capture ({old[0].name}, ...); give another folder or remove it first."
+            )
+        self._next_phase()
+        return self
+
+    def step(self) -> None:
+        """End an iteration. After the last phase it does nothing."""
+        if self.done:
+            return
+        if self._running is None:
+            raise CaptureError("step() was called outside the capture; call it inside `with ln.capture(...) as rec:`.")
+        self._running.step()
+        self.steps_done += 1
+        self.phase_step += 1
+        if self.phase_step == self._running.steps:
+            self._stop_phase()
+            if not self.done:
+                self._next_phase()
+
+    def wrap(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same items, with a step() after each; ends early, once every phase is complete."""
+        for batch in batches:
+            yield batch
+            self.step()
+            if self.done:
+                return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        phase = self.phase
+        if not self.done:
+            self._abandon()
+        if kind is None and phase != "done":
+            plan = " + ".join(f"{p.steps} {p.name}" for p in self._phases)
+            raise CaptureError(
+                f"the loop ended after {self.steps_done} of {self.total_steps} steps ({plan}), in the {phase} phase; "
+                f"run at least {self.total_steps} iterations (rec.total_steps), call rec.step() in each, "
+                "or ask capture for fewer steps."
+            )
+        if kind is None:
+            self._write()
+
+    def _abandon(self) -> None:
+        """Stop recording and remove this rank's files: half a capture would read as a whole one."""
+        self._stop_phase()
+        for path in self.folder.glob(f"rank-{world()[0]}.*"):
+            path.unlink()
+
+    def _next_phase(self) -> None:
+        phase = next(self._waiting)
+        barrier()
+        phase.start()
+        self._running, self.phase_step = phase, 0
+
+    def _stop_phase(self) -> None:
+        if self._running is not None:
+            phase, self._running = self._running, None
+            phase.stop()
+
+    def _write(self) -> None:
+        """Gather what every rank knows; rank 0 writes it."""
+        import torch
+
+        rows = [row for phase in self._phases if isinstance(phase, _Timed) for row in phase.rows()]
+        mine = {"steps": rows, "groups": groups(), "host": socket.gethostname(), "seed": torch.initial_seed()}
+        ranks = gather(mine, f"lumos_nb/{self.folder}")
+        if not ranks:
+            return
+        with (self.folder / "steps.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["rank", "step", "wall_ns", "cpu_ns"])
+            writer.writerows((rank, *row) for rank, one in enumerate(ranks) for row in one["steps"])
+        merged = {name: members for one in ranks for name, members in one["groups"].items()}
+        _write_json(self.folder / "groups.json", dict(sorted(merged.items())))
+        hosts = [one["host"] for one in ranks]
+        about = {
+            "world_size": len(ranks),
+            "nodes": [sorted(set(hosts), key=hosts.index).index(host) for host in hosts],
+            "seeds": [one["seed"] for one in ranks],
+            "phases": {phase.name: phase.steps for phase in self._phases},
+            "wall_clock": "device events" if self._device == "cuda" else "host",
+            **describe_machine(self._device),
+            "arguments": self._arguments,
+        }
+        _write_json(self.folder / "capture.json", about)
+
+
+def capture(
+    folder: str | os.PathLike[str],
+    *,
+    steps: int = 5,
+    warmup: int = 3,
+    timed: int = 20,
+    executed: int = 1,
+    device: str | None = None,
+    annotate: bool = True,
+    record_shapes: bool = True,
+    arguments: Mapping[str, object] | None = None,
+) -> Recorder:
+    """Record a training loop into `folder`, in one process or on every rank of a torch.distributed job.
+
+    Parameters
+    ----------
+    folder
+        Where the files go; every rank names the same. It must not hold a capture yet.
+    steps
+        Traced steps, after one that the profiler throws away. The graph of a run leaves out the first and the last of
+        them, so ask for at least 3.
+    warmup
+        Steps before anything is measured.
+    timed
+        Steps that are only timed. Their times are the truth: a profiled step is 1.0 to 1.3 times as long.
+    executed
+        Steps of the execution trace (2 to 3 times as long as unprofiled ones); 0 for none.
+    device
+        "cuda" or "cpu"; by default "cuda" where torch sees one.
+    annotate
+        Name the collectives of CPU tensors and their waits in the traces (see `lumos_nb.labels`); never while timing.
+    record_shapes
+        Input shapes and types of every op in the Kineto trace.
+    arguments
+        What else `capture.json` should say: model sizes, seeds, the command line. Values that JSON can hold.
+
+    Returns
+    -------
+    Recorder
+        A context manager; `rec.step()` ends an iteration, `rec.wrap(batches)` does it for you, `rec.total_steps` is
+        how many iterations the loop needs.
+
+    Raises
+    ------
+    CaptureError
+        If the folder holds a capture, a count makes no sense, or the loop ends before the phases are complete.
+
+    Examples
+    --------
+    >>> with ln.capture("runs/x", steps=5) as rec:          # doctest: +SKIP
+    ...     for batch in rec.wrap(batches):
+    ...         train_step(batch)
+    >>> run = ln.load_run("runs/x")                          # doctest: +SKIP
+    """
+    import torch
+
+    for name, value, least in (
+        ("steps", steps, 1),
+        ("warmup", warmup, 0),
+        ("timed", timed, 0),
+        ("executed", executed, 0),
+    ):
+        if value < least:
+            raise CaptureError(f"capture got {name}={value}; give {least} or more.")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise CaptureError(f'capture got device={device!r}, which torch does not see here; give "cpu" or leave it out.')
+    path, rank = Path(folder), world()[0]
+    phases: list[Phase] = [
+        _WarmUp(warmup),
+        _Timed(timed, device),
+        _Traced(steps, path / f"rank-{rank}.json.gz", device, annotate, record_shapes),
+        _Executed(executed, path / f"rank-{rank}.et.json.gz", annotate),
+    ]
+    return Recorder(path, phases, device, {"annotate": annotate, "record_shapes": record_shapes, **(arguments or {})})
+
+
+def _compress(raw: Path, target: Path) -> None:
+    """Replace a file by its gzip, the same bytes whenever it is made."""
+    with raw.open("rb") as source, target.open("wb") as file, gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed:
+        shutil.copyfileobj(source, packed)
+    raw.unlink()
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
