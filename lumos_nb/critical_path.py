@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -204,6 +204,10 @@ class _Block:
     rank_end_ns: Floats  # (ranks, k)
     slope_ns: Int64s  # (classes, k) d step_ns / d scale
 
+    @classmethod
+    def joined(cls, blocks: Sequence[_Block]) -> _Block:
+        return cls(*(np.concatenate([getattr(b, f.name) for b in blocks], axis=-1) for f in fields(cls)))
+
 
 def sweep(
     graph: Graph,
@@ -219,8 +223,8 @@ def sweep(
     Equal to `replay` of a graph with the scaled durations, at about 1e9 ops x scenarios a second and core, and without
     a table of ops x scenarios: one pass over the ops runs a block of scenarios, its durations are base times scale, and
     ends live in rows that are taken over when no op needs them any more. Which edge bound an op is kept as one bit a
-    scenario, so that one pass back gives all slopes: a step time is convex and piecewise linear in the scales, and its
-    slope is the time on its critical path.
+    scenario, so that one pass back gives all slopes: an end is convex and piecewise linear in the scales, and its slope
+    is the time on the path to it.
 
     Parameters
     ----------
@@ -264,24 +268,15 @@ def sweep(
     plan = Plan.of(graph)
     swept = SweepPlan.of(graph, plan, by)
     labels, scale = _scales(scenarios, swept.classes)
-    scales = np.split(scale, range(block, scale.shape[1], block), axis=1)
+    blocks = np.split(scale, range(block, scale.shape[1], block), axis=1)
     run = map if executor is None else executor.map
-    blocks = list(run(sweep_block, [swept] * len(scales), scales))
-    base_ns = _base_step_ns(plan)
-    step_ns = np.concatenate([b.step_ns for b in blocks])
-    slopes = np.concatenate([b.slope_ns for b in blocks], axis=1)
-    ends_by_rank = np.concatenate([b.rank_end_ns for b in blocks], axis=1) if rank_ends else ()
-    return pl.DataFrame(
-        {
-            "scenario": labels,
-            "step_ns": step_ns,
-            "makespan_ns": np.concatenate([b.makespan_ns for b in blocks]),
-            "change": (step_ns - base_ns) / base_ns
-            if base_ns
-            else pl.repeat(None, len(labels), dtype=pl.Float64, eager=True),
-            **{f"d_{c}": time for c, time in zip(swept.classes, slopes, strict=True)},
-            **{f"rank{r}_end_ns": end for r, end in zip(swept.ranks, ends_by_rank, strict=rank_ends)},
-        }
+    found = _Block.joined(list(run(sweep_block, [swept] * len(blocks), blocks)))
+    base_ns = pl.lit(_base_step_ns(plan) or None, pl.Float64)
+    rank_end_ns = found.rank_end_ns if rank_ends else ()
+    return pl.DataFrame({"scenario": labels, "step_ns": found.step_ns, "makespan_ns": found.makespan_ns}).with_columns(
+        ((pl.col("step_ns") - base_ns) / base_ns).alias("change"),
+        *(pl.Series(f"d_{c}", slope) for c, slope in zip(swept.classes, found.slope_ns, strict=True)),
+        *(pl.Series(f"rank{r}_end_ns", end) for r, end in zip(swept.ranks, rank_end_ns, strict=rank_ends)),
     )
 
 
@@ -302,23 +297,14 @@ def sweep_block(plan: SweepPlan, scale: Floats) -> _Block:
     last = np.full(latest.shape, -1, np.int32)
     later_edges = len(plan.src) - np.count_nonzero(np.diff(plan.ptr))
     won = np.empty((later_edges, words), np.uint64)
-    graph = (
-        plan.ptr,
-        plan.src,
-        plan.kind,
-        plan.lag_ns,
-        plan.lag_class,
-        plan.dur_ns,
-        plan.dur_class,
-        plan.row,
-        plan.group,
-    )
-    scaled_ends(*graph, padded, np.empty((n_rows, 64 * words)), latest, last, won)
+    edges = (plan.ptr, plan.src, plan.kind, plan.lag_ns, plan.lag_class)
+    ops = (plan.dur_ns, plan.dur_class, plan.row, plan.group)
+    scaled_ends(*edges, *ops, padded, np.empty((n_rows, 64 * words)), latest, last, won)
     ends_last = np.argmax(latest[2:], axis=0) + 2 if plan.ranks else np.zeros(64 * words, int)
     every = np.arange(64 * words)
     slope_ns = np.zeros(padded.shape, np.int64)
     through = np.zeros((2, n_rows, words), np.uint64)
-    path_times(*graph, won, last[ends_last, every], last[1], through[0], through[1], slope_ns)
+    path_times(*edges, *ops, won, last[ends_last, every], last[1], through[0], through[1], slope_ns)
     return _Block(
         step_ns=(latest[ends_last, every] - latest[1])[:k],
         makespan_ns=latest.max(axis=0)[:k],
