@@ -196,8 +196,8 @@ def record(
     join_launch(rank, world_size, store, plan.device)
     step = STEPS[kind](variant.config, plan.device)
     folder, log = Path(out, name), []
-    config = {key: str(value) for key, value in vars_of(variant.config).items()}
-    arguments = {"kind": kind, **config, "delayed_rank": DELAYED_RANK if delayed else None}
+    sizes = {key: value if isinstance(value, int) else str(value) for key, value in fields_of(variant.config).items()}
+    arguments = {"kind": kind, **sizes, "delayed_rank": DELAYED_RANK if delayed else None}
     steps, timed = (plan.traced * 3 // 2, plan.timed * 4 // 3) if delayed else (plan.traced, plan.timed)
     with capture(folder, steps=steps, warmup=plan.warmup, timed=timed, device=plan.device, arguments=arguments) as rec:
         shuffled = shuffled_delays(rec.total_steps) if delayed else [0] * rec.total_steps
@@ -210,7 +210,7 @@ def record(
     leave_launch()
 
 
-def vars_of(config: gpt.GptConfig) -> dict[str, Any]:
+def fields_of(config: gpt.GptConfig) -> dict[str, Any]:
     """The fields of a frozen dataclass with slots."""
     return {name: getattr(config, name) for name in config.__slots__}
 
@@ -336,8 +336,9 @@ def print_summary(table: list[tuple[Any, ...]], out: Path, started: float) -> No
 
 
 def data_files(folder: Path) -> list[Path]:
-    """What the README's table lists: everything but code and the README itself."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".md"))
+    """What the README's table lists: everything but code, the README itself and what is hidden (caches)."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".md")]
+    return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def write_readme(folder: Path) -> None:

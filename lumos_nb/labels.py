@@ -23,6 +23,28 @@ seq counts per group, direction and peer: the send on rank a with peer b and seq
 n. `bytes` is the larger of what this rank gives and gets (nccl-tests' size). A `comm::` range holds the c10d op, which
 holds the moment of issue; a `wait::` range begins when the thread asks for the result and ends when it goes on.
 Device tensors are not labelled: their kernels carry group and sequence number, and their waits do not block the host.
+
+Rows of a data-parallel backward pass with two buckets (`ddp_hook`), of a tensor-parallel layer and of a pipeline stage;
+main thread M, run loops R, times in ms:
+
+    M  24.3 +0.2   comm::all_reduce group=0 seq=2 bytes=1050624 dtype=float32     holds c10d::allreduce_
+    R  24.6 +10.0  gloo:all_reduce                                                the third of the group: seq 2
+    M  35.4 +0.2   comm::all_reduce group=0 seq=3 bytes=1084416 dtype=float32
+    M  35.7 +0.0   wait::all_reduce group=0 seq=2 bytes=1050624 dtype=float32     had ended: no time
+    M  35.7 +3.0   wait::all_reduce group=0 seq=3 bytes=1084416 dtype=float32
+    R  35.8 +2.9   gloo:all_reduce
+    M  38.8 +0.0   torch.distributed.ddp.reducer::copy_bucket_to_grad             ... a parameter each
+
+    M  20.9 +0.3   comm::all_reduce group=0 seq=8 bytes=262144 dtype=float32      holds _c10d_functional::all_reduce
+    R  21.1 +0.6   gloo:all_reduce
+    M  21.2 +0.5   wait::all_reduce group=0 seq=8 bytes=262144 dtype=float32      holds _c10d_functional::wait_tensor
+
+    M  27.1 +0.1   comm::send group=0 seq=5 bytes=65536 dtype=float32 peer=1      holds c10d::send
+    M  27.2 +2.6   gloo:send                                                      until completion, on thread M
+    M  27.3 +0.1   comm::recv group=0 seq=4 bytes=65536 dtype=float32 peer=1      holds c10d::recv_
+    M  27.3 +12.3  gloo:recv                                                      likewise
+    M  27.4 +2.5   wait::send group=0 seq=5 bytes=65536 dtype=float32 peer=1
+    M  29.9 +9.8   wait::recv group=0 seq=4 bytes=65536 dtype=float32 peer=1
 """
 
 from __future__ import annotations

@@ -342,6 +342,7 @@ def capture(
         "cuda" or "cpu"; by default "cuda" where torch sees one.
     annotate
         Name the collectives of CPU tensors and their waits in the traces (see `lumos_nb.labels`); never while timing.
+        DDP issues and waits in C++, out of reach: register `lumos_nb.labels.ddp_hook` on the model.
     record_shapes
         Input shapes and types of every op in the Kineto trace.
     arguments

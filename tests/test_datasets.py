@@ -29,7 +29,9 @@ def listed(folder: Path) -> dict[str, tuple[int, str]]:
 
 def present(folder: Path) -> dict[str, tuple[int, str]]:
     skipped = {".py", ".pyc", ".md"}
-    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix not in skipped]
+    files = [
+        path for path in folder.rglob("*") if path.is_file() and path.suffix not in skipped and "/." not in str(path)
+    ]
     return {
         path.relative_to(folder).as_posix(): (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
         for path in files
