@@ -21,7 +21,8 @@ On gloo, torch 2.13 writes no record_param_comms. What a trace then holds by its
 The k-th collective of a group has seq k, counted from where the labels began, the same on every rank. For send and recv
 seq counts per group, direction and peer: the send on rank a with peer b and seq n is the recv on b with peer a and seq
 n. `bytes` is the larger of what this rank gives and gets (nccl-tests' size). A `comm::` range holds the c10d op, which
-holds the moment of issue; a `wait::` range begins when the thread asks for the result and ends when it goes on.
+holds the moment of issue; a `wait::` range begins when the thread asks for the result and ends when it goes on. Both
+together cost the thread about 40 us a collective (measured under the profiler, gloo, one rank).
 Device tensors are not labelled: their kernels carry group and sequence number, and their waits do not block the host.
 
 Rows of a data-parallel backward pass with two buckets (`ddp_hook`), of a tensor-parallel layer and of a pipeline stage;
