@@ -29,13 +29,19 @@ SITE_KEY = pl.struct("site", "nth").hash(5)
 """One number for a call site and its place among the calls of it in a step."""
 
 
-def contradicted(candidates: pl.DataFrame, device: pl.DataFrame, unseen: int) -> pl.DataFrame:
-    """(`site_key`, `pattern`) whose waiter too often started before its target had ended in other steps."""
+def contradicted(
+    candidates: pl.DataFrame, device: pl.DataFrame, unseen: int, tolerance_ns: int = TOLERANCE_NS
+) -> pl.DataFrame:
+    """(`site_key`, `pattern`) whose waiter too often went on before its target had ended in other steps.
+
+    A waiter goes on at `next_start_ns`; without that column, with the first op on its lane issued after the call.
+    """
     issued = device.select(
         "rank", record_lane="lane", held_ns=pl.coalesce("launch_ns", "start_ns"), last_end_ns="end_ns"
     ).sort("held_ns")
     ends = device.select(target="op_id", target_end_ns="end_ns")
-    others = first_after(candidates.filter(pl.col("step") != unseen), device)
+    others = candidates.filter(pl.col("step") != unseen)
+    others = others if "next_start_ns" in others.columns else first_after(others, device)
     by_lane = (
         others.filter(pl.col("record_lane").is_not_null())
         .sort("record_ns")
@@ -45,7 +51,7 @@ def contradicted(candidates: pl.DataFrame, device: pl.DataFrame, unseen: int) ->
     tested = pl.concat([by_lane, by_op], how="diagonal_relaxed").with_columns(
         end_ns=pl.coalesce("last_end_ns", "target_end_ns")
     )
-    early = pl.col("end_ns") > pl.col("next_start_ns") + TOLERANCE_NS
+    early = pl.col("end_ns") > pl.col("next_start_ns") + tolerance_ns
     return (
         tested.group_by("site_key", "pattern")
         .agg(early.mean().alias("share"))
@@ -71,7 +77,7 @@ def first_after(waits: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
 
 def followed(waits: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
     """What each waiting stream's next op started right after in other steps, where nothing else explains its delay."""
-    waits = waits.filter(pl.col("next_start_ns").is_not_null())
+    waits = waits.filter(pl.col("next_start_ns").is_not_null()).drop("target", strict=False)
     waits = waits.with_columns(
         at_ns="next_start_ns", late=pl.col("next_start_ns") > pl.col("ready_ns") + WAKE_STREAM_NS
     )

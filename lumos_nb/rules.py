@@ -61,14 +61,17 @@ def first_on_lane(boundary: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def launches(hosts: pl.DataFrame, streams: pl.DataFrame) -> pl.DataFrame:
-    """Rule 3: device work after the call that issued it, by correlation id; event points after their call."""
+    """Rule 3: device work after the call that issued it, by correlation id; a stream's wait after its call.
+
+    A record has no such edge: its call came before the wait's, and the trace may not hold it.
+    """
     calls = hosts.filter((pl.col("call") == "launch") & has_role(OWN)).select("rank", "correlation", src="id")
     work = streams.filter(pl.col("kind").is_in(DEVICE_KINDS) & pl.col("correlation").is_not_null())
     enters = pl.when(pl.col("kind") == "comm").then(row_id("op_id", ARRIVAL)).otherwise("id")
     work = work.select("rank", "correlation", dst=enters).join(
         calls.unique(["rank", "correlation"]), on=["rank", "correlation"]
     )
-    points = streams.filter((pl.col("kind") == "event") & ~has_role(ARRIVAL))
+    points = streams.filter(has_role(WAIT_POINT))
     points = points.select(src=row_id("op_id", OWN), dst="id").join(hosts.select(src="id"), on="src", how="semi")
     return pl.concat([_edges(work, "launch"), _edges(points, "issue")])
 

@@ -7,9 +7,8 @@ pattern  the idiom that issued the call: a collective's stream waits for the str
          waits for a collective, first issued first; a block on another stream starts and ends with a wait
 time     what the waiting op followed at the same call site in *other* steps (repetitions.py)
 
-A pattern that other steps contradict (the waiting op started before its supposed target had ended) is dropped, and
-one that they do not support yields to a target that they do. The step that a graph is made of never serves as its own
-evidence.
+A pattern that other steps contradict (the waiting op started before its supposed target had ended) is dropped. The
+step that a graph is made of never serves as its own evidence.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import polars as pl
 
 from lumos_nb.calls import BLOCKING_COPIES, COLLECTIVE_WAITS
-from lumos_nb.repetitions import SITE_KEY, contradicted, first_after, followed, hidden_waits
+from lumos_nb.repetitions import SITE_KEY, WAKE_HOST_NS, contradicted, first_after, followed, hidden_waits
 from lumos_nb.schema import DEVICE_KINDS
 
 WAITS = {
@@ -79,11 +78,13 @@ def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int)
         _exact_waits(calls, records),
         _own_work(calls),
         _whole_device(calls, device),
-        _stream_syncs(calls, records),
+        _stream_syncs(calls, device, records, unseen),
         _event_waits(calls, device, records, step, unseen),
         hidden_waits(ops, device, calls, step, unseen),
     ]
     chosen = pl.concat([f.select(pl.col(c).cast(t) for c, t in WAITS.items()) for f in found])
+    named = chosen.filter(pl.col("evidence") == "exact")["op_id"].implode()
+    chosen = chosen.filter((pl.col("evidence") != "time") | ~pl.col("op_id").is_in(named))
     here = ops.filter(pl.col("step") == step).select("op_id")
     apart = pl.col("lane").is_null() | pl.col("record_lane").is_null() | (pl.col("lane") != pl.col("record_lane"))
     return (
@@ -119,8 +120,11 @@ def _calls_with_neighbours(ops: pl.DataFrame, device: pl.DataFrame) -> pl.DataFr
 
 
 def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
-    """Event waits that `cuda_sync` rows name: the stream waits for what the other held when the event was recorded."""
-    named = records.filter(pl.col("record") >= 0).select(
+    """Event waits that `cuda_sync` rows name: the stream waits for what the other held when the event was recorded.
+
+    Traces of 2023 name the streams but not the record: then it was taken no later than the wait.
+    """
+    named = records.filter(pl.col("wait_on_stream") >= 0).select(
         "rank",
         "correlation",
         "record",
@@ -131,7 +135,9 @@ def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
     waits = calls.filter(pl.col("call").is_in(["wait_event", "sync_event"]))
     return (
         waits.join(named, on=["rank", "correlation"])
-        .join(recorded, on=["rank", "record"])
+        .join(recorded, on=["rank", "record"], how="left")
+        .with_columns(record_ns=pl.when(pl.col("record") >= 0).then("record_ns").otherwise("start_ns"))
+        .filter(pl.col("record_ns").is_not_null())
         .select(
             "op_id",
             "rank",
@@ -183,7 +189,7 @@ def _whole_device(calls: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _stream_syncs(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
+def _stream_syncs(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, unseen: int) -> pl.DataFrame:
     """A stream synchronise waits for the stream that its record names, else for the one its thread launched to last."""
     named = records.filter(pl.col("wait_on_stream").is_null() | (pl.col("wait_on_stream") < 0)).select(
         "rank", "correlation", named=pl.format("gpu{}:{}", "device", "stream")
@@ -191,23 +197,28 @@ def _stream_syncs(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
     waits = calls.filter(pl.col("call") == "sync_stream")
     waits = waits.join(named.unique(["rank", "correlation"]), on=["rank", "correlation"], how="left")
     exact = pl.col("named").is_not_null()
-    return waits.filter(exact | pl.col("before").is_not_null()).select(
+    waits = waits.filter(exact | pl.col("before").is_not_null()).select(
         "op_id",
         "rank",
+        "step",
+        "site_key",
         lane=None,
-        target=None,
+        target=pl.lit(None, pl.Int64),
         record_lane=pl.coalesce("named", "before"),
         record_ns="start_ns",
         evidence=pl.when(exact).then(pl.lit("exact")).otherwise(pl.lit("pattern")),
         pattern=pl.when(exact).then(pl.lit("cuda_sync")).otherwise(pl.lit("last stream of the thread")),
+        next_start_ns=pl.col("start_ns") + pl.col("dur_ns"),
     )
+    wrong = contradicted(waits.filter(pl.col("evidence") == "pattern"), device, unseen, WAKE_HOST_NS)
+    return waits.join(wrong, on=["site_key", "pattern"], how="anti")
 
 
 def _event_waits(
     calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int
 ) -> pl.DataFrame:
     """Event waits that no record names: idioms that other steps do not contradict, and what they support by time."""
-    named = records.filter(pl.col("record") >= 0).select("rank", "correlation")
+    named = records.filter(pl.col("wait_on_stream") >= 0).select("rank", "correlation")
     # A wait after a collective's kernel, still inside the call that launched it, orders NCCL's internal streams only.
     internal = pl.col("comm_before") & (pl.col("frame_before") == pl.col("frame"))
     unnamed = calls.join(named, on=["rank", "correlation"], how="anti").with_columns(
@@ -219,6 +230,7 @@ def _event_waits(
     sound = candidates.join(contradicted(candidates, device, unseen), on=["site_key", "pattern"], how="anti")
     best = sound.filter(pl.col("order") == pl.col("order").min().over("op_id"))
     waits = unnamed.filter((pl.col("call") == "wait_event") & ~pl.col("internal") & pl.col("after").is_not_null())
+    waits = waits.join(best, on="op_id", how="anti")
     by_time = followed(first_after(waits.with_columns(lane="after", call_ns="start_ns"), device), device, step, unseen)
     return pl.concat([best, by_time], how="diagonal_relaxed").with_columns(
         *(

@@ -1,0 +1,229 @@
+"""One clock for all: device against host, rank against rank, and which collectives belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import polars as pl
+import pytest
+
+from lumos_nb.clocks import align_clocks, align_ranks, match_collectives, shift_device_clocks
+from lumos_nb.ops import build_ops
+from tests.trace_builder import ZERO_NS, Trace, run_of
+
+ENDS = (1000, 1300, 1900, 2250, 2900, 4000)
+"""When the collectives of a window end, in µs: at no regular distance, so that a wrong pairing shows."""
+
+
+def ops_of(*traces: Trace) -> pl.DataFrame:
+    return build_ops(run_of(*traces).events)
+
+
+def starts(ops: pl.DataFrame, rank: int = 0) -> dict[str, float]:
+    """Start in µs of every op of a rank, by name."""
+    here = ops.filter(pl.col("rank") == rank)
+    return dict(here.select("name", s=(pl.col("start_ns") - ZERO_NS) / 1000).rows())
+
+
+def collectives(
+    rank: int,
+    ends: Sequence[float] = ENDS,
+    *,
+    lasts: float = 100,
+    host_us: float = 0,
+    kernel: str = "ncclKernel_AllReduce",
+    group: str | None = None,
+    seq: int | None = None,
+) -> Trace:
+    """A rank whose collectives end at `ends`; numbered from `seq` if it is given."""
+    trace = Trace(rank, host_us=host_us)
+    for n, end in enumerate(ends):
+        args = {"Process Group Name": group, "Seq": None if seq is None else seq + n, "Collective name": "allreduce"}
+        given = {key: value for key, value in args.items() if value is not None} if group else {}
+        trace.device(kernel, end - lasts, end, stream=20, args=given)
+    return trace
+
+
+def matched(ops: pl.DataFrame, clock_us: dict[int, float] | None = None) -> list[dict[int, float]]:
+    """Each collective's end on every rank that takes part, in µs without the ranks' clock offsets, in order."""
+    clock = pl.col("rank").replace_strict(clock_us or {}, default=0.0)
+    end_us = (pl.col("start_ns") + pl.col("dur_ns") - ZERO_NS) / 1000 - clock
+    rows = ops.filter(pl.col("match").is_not_null()).with_columns(end_us=end_us).sort("end_us")
+    parts = rows.partition_by("match", maintain_order=True)
+    return [dict(part.sort("rank").select("rank", "end_us").rows()) for part in parts]
+
+
+# --- device against host ----------------------------------------------------------------------------------------------
+
+
+def launched(device_us: float, rank: int = 0) -> Trace:
+    """Two kernels, the first 3 µs after its launch began, on a device whose clock shows `device_us` too much."""
+    trace = Trace(rank, device_us=device_us)
+    trace.op("aten::mm", 0, 100)
+    trace.device("backlog", 1, 8)
+    trace.launch("first", (10, 20), (13, 33))
+    trace.launch("second", (50, 55), (60, 90))
+    return trace
+
+
+def test_a_device_clock_that_is_behind_is_shifted_until_no_kernel_starts_before_its_launch():
+    ops, report = shift_device_clocks(ops_of(launched(-9)))
+    # It showed the first kernel at 4, 6 before its launch: 7 more put it 1 after it, where the truth is 3.
+    assert starts(ops) | {"aten::mm": 0} == {
+        "aten::mm": 0, "cudaLaunchKernel": 50, "backlog": -1, "first": 11, "second": 58,
+    }  # fmt: skip
+    assert report.select("what", "rank", "count", "time_ns").rows() == [("device clock shifted", 0, 1, 7_000)]
+    assert report["detail"].item() == "1 device ops started before their launch call, the earliest by 6000 ns"
+
+
+def test_a_kernel_that_starts_before_its_launch_returns_needs_no_shift():
+    ops, report = shift_device_clocks(ops_of(launched(0)))
+    assert starts(ops)["first"] == 13
+    assert report.is_empty()
+
+
+def test_the_shift_is_each_ranks_own():
+    ops, report = shift_device_clocks(ops_of(launched(0, rank=0), launched(-5, rank=1), launched(-30, rank=2)))
+    assert [starts(ops, rank)["second"] for rank in range(3)] == [60, 58, 58]
+    assert report.select("rank", "count", "time_ns").rows() == [(1, 1, 3_000), (2, 2, 28_000)]
+
+
+def test_launches_stay_where_they_are():
+    ops, _ = shift_device_clocks(ops_of(launched(-30)))
+    assert ops.filter(pl.col("name") == "first")["launch_ns"].item() == ZERO_NS + 10_000
+
+
+# --- which collectives belong together --------------------------------------------------------------------------------
+
+
+def test_all_collectives_match_where_no_rank_lost_any():
+    assert matched(match_collectives(ops_of(collectives(0), collectives(1)))) == [{0: e, 1: e} for e in ENDS]
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_collectives_lost_at_the_start_of_a_window_leave_their_peers_alone(lost: int):
+    pairs = matched(match_collectives(ops_of(collectives(0), collectives(1, ENDS[lost:]))))
+    assert pairs == [{0: e} for e in ENDS[:lost]] + [{0: e, 1: e} for e in ENDS[lost:]]
+
+
+@pytest.mark.parametrize("clock_us", [0, 7_000, -2_345])
+def test_collectives_lost_at_the_end_are_found_by_the_distances_between_ends(clock_us: float):
+    other = collectives(1, ENDS[1:-1], host_us=clock_us)
+    pairs = matched(match_collectives(ops_of(collectives(0), other)), {1: clock_us})
+    assert pairs == [{0: ENDS[0]}, *({0: e, 1: e} for e in ENDS[1:-1]), {0: ENDS[-1]}]
+
+
+def test_two_ranks_that_each_lost_what_the_other_has():
+    early, late = collectives(0, ENDS[:-1]), collectives(1, ENDS[1:], host_us=3_000)
+    pairs = matched(match_collectives(ops_of(early, late)), {1: 3_000})
+    assert pairs == [{0: ENDS[0]}, *({0: e, 1: e} for e in ENDS[1:-1]), {1: ENDS[-1]}]
+
+
+def test_sequence_numbers_decide_where_the_trace_has_them():
+    # By their ends the three would match in order; the numbers say that rank 1 lost the first.
+    traces = [collectives(rank, (1000, 2000, 3000), group="0", seq=7 + rank) for rank in range(2)]
+    pairs = matched(match_collectives(ops_of(*traces)))
+    assert pairs == [{0: 1000}, {0: 2000, 1: 1000}, {0: 3000, 1: 2000}, {1: 3000}]
+
+
+def test_groups_do_not_match_each_other():
+    traces = [collectives(rank, group=group, seq=0) for rank, group in enumerate("aabb")]
+    pairs = matched(match_collectives(ops_of(*traces)))
+    assert sorted(tuple(pair) for pair in pairs) == [(0, 1)] * 6 + [(2, 3)] * 6
+
+
+def test_types_do_not_match_each_other():
+    one = collectives(0, ENDS[:3])
+    other = collectives(1, ENDS[:3], kernel="ncclKernel_AllGather")
+    assert all(len(pair) == 1 for pair in matched(match_collectives(ops_of(one, other))))
+
+
+def message(trace: Trace, kind: str, peer: int, seq: int, start: float, end: float) -> None:
+    words = f"{kind} group=0 seq={seq} bytes=64 dtype=float32 peer={peer}"
+    trace.annotation(f"comm::{words}", start, start + 1)
+    trace.annotation(f"gloo:{kind}", start, end)
+
+
+def test_a_send_matches_the_receive_of_its_peer_and_no_other():
+    first, second, third = Trace(0), Trace(1), Trace(2)
+    message(first, "send", 1, 0, 0, 20)
+    message(second, "recv", 0, 0, 5, 22)
+    message(second, "send", 2, 0, 30, 50)
+    message(third, "recv", 1, 0, 10, 52)
+    assert matched(match_collectives(ops_of(first, second, third))) == [{0: 20, 1: 22}, {1: 50, 2: 52}]
+
+
+# --- rank against rank ------------------------------------------------------------------------------------------------
+
+
+def test_a_ranks_clock_is_shifted_so_that_its_collectives_end_with_the_lowest_ranks():
+    other = collectives(3, lasts=20, host_us=8_250.5)
+    other.op("aten::mm", 0, 10)
+    ops, report = align_ranks(match_collectives(ops_of(collectives(1), other)))
+    assert matched(ops) == [{1: e, 3: e} for e in ENDS]
+    assert starts(ops, 3)["aten::mm"] == 0
+    assert report.select("what", "rank", "count", "time_ns").rows() == [("rank clock shifted", 3, 6, -8_250_500)]
+
+
+def test_one_collective_that_ends_late_on_one_rank_does_not_move_its_clock():
+    late = collectives(1, (*ENDS[:-1], ENDS[-1] + 500), host_us=4_000)
+    ops, _ = align_ranks(match_collectives(ops_of(collectives(0), late)))
+    assert matched(ops)[-1] == {0: 4000, 1: 4500}
+    assert matched(ops)[:-1] == [{0: e, 1: e} for e in ENDS[:-1]]
+
+
+def test_ranks_on_one_clock_stay_where_they_are():
+    ops = match_collectives(ops_of(collectives(0), collectives(1)))
+    aligned, report = align_ranks(ops)
+    assert aligned["start_ns"].equals(ops["start_ns"])
+    assert report["time_ns"].to_list() == [0]
+
+
+def test_collectives_that_may_end_apart_do_not_count_where_symmetric_ones_exist():
+    traces = [collectives(rank, (1000, 2000, 3000), host_us=600 * rank) for rank in range(2)]
+    for rank, trace in enumerate(traces):
+        for n in range(5):
+            trace.device("ncclKernel_Broadcast", 4000 + 100 * n, 4050 + 100 * n + 40 * rank, stream=21)
+    ops, report = align_ranks(match_collectives(ops_of(*traces)))
+    assert report.select("count", "time_ns").rows() == [(3, -600_000)]
+    assert matched(ops)[0] == {0: 1000, 1: 1000}
+
+
+def test_a_rank_that_meets_the_lowest_only_through_others_is_aligned_through_them():
+    traces = [Trace(rank, host_us=clock) for rank, clock in enumerate((0, 5_000, -3_000))]
+    for rank, group in ((0, "01"), (1, "01"), (1, "12"), (2, "12")):
+        args = {"Process Group Name": group, "Group size": 2, "Collective name": "allreduce"}
+        for seq, end in enumerate(ENDS):
+            late = 25 if group == "12" else 0
+            traces[rank].device("ncclAllReduce", end + late - 9, end + late, 20, args=args | {"Seq": seq})
+    ops, report = align_ranks(match_collectives(ops_of(*traces)))
+    assert report.select("rank", "time_ns").rows() == [(1, -5_000_000), (2, 3_000_000)]
+    assert matched(ops)[:2] == [{0: 1000, 1: 1000}, {1: 1025, 2: 1025}]
+
+
+def test_messages_that_arrive_late_in_both_directions_give_the_offset_between():
+    one, other = Trace(0), Trace(1, host_us=1_000)
+    for seq in range(3):
+        at = 100 * seq
+        message(one, "send", 1, seq, at, at + 20)
+        message(other, "recv", 0, seq, at, at + 26)
+        message(other, "send", 0, seq, at + 50, at + 70)
+        message(one, "recv", 1, seq, at + 50, at + 76)
+    ops, report = align_ranks(match_collectives(ops_of(one, other)))
+    assert report["time_ns"].to_list() == [-1_000_000]
+    assert matched(ops)[:2] == [{0: 20, 1: 26}, {0: 76, 1: 70}]
+
+
+def test_the_device_is_shifted_before_the_rank_and_both_are_reported():
+    traces = [collectives(0), collectives(1, host_us=2_000)]
+    for trace in traces:
+        trace.op("aten::mm", 0, 50)
+    traces[1].launch("early", (10, 20), (4, 9))
+    ops, report = align_clocks(ops_of(*traces))
+    # 7 for the device clock of rank 1, so that its collectives end 7 later than before, and 2007 back for its rank.
+    assert report.select("what", "rank", "time_ns").rows()[:2] == [
+        ("device clock shifted", 1, 7_000),
+        ("rank clock shifted", 1, -2_007_000),
+    ]
+    assert starts(ops, 1)["early"] == 4
+    assert starts(ops, 1)["aten::mm"] == 20 - 7
