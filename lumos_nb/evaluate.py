@@ -13,8 +13,10 @@ from lumos_nb.errors import GraphError
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.lanes import ABSENT
 from lumos_nb.partition import breakdown
+from lumos_nb.schema import DEVICE_KINDS
 from lumos_nb.steady import repeat
 from lumos_nb.traces.run import Run
+from lumos_nb.waits import WAITS, find_waits
 
 OWN_KINDS = ("kernel", "memcpy", "memset", "cpu", "alloc")
 """What a mechanistic prediction takes from the step that it predicts: computation. All else comes from other steps."""
@@ -299,3 +301,66 @@ def _logged_delay(graph: Graph) -> tuple[int, int] | None:
 def _with_delay(graph: Graph, delay_ns: int) -> Graph:
     marked = pl.col("name").str.contains(DELAY_MARK) & (pl.col("kind") == "cpu")
     return replace(graph, ops=graph.ops.with_columns(dur_ns=pl.when(marked).then(delay_ns).otherwise("dur_ns")))
+
+
+SCORED_CALLS = {
+    "event": ("wait_event", "sync_event"),
+    "sync": ("sync_stream",),
+    "all": ("wait_event", "sync_event", "sync_stream"),
+}
+
+
+def score_waits(run: Run | Recording) -> pl.DataFrame:
+    """How well waits are inferred where a trace names none: its `cuda_sync` records against what is found without them.
+
+    A wait links two ops: the first that the waiting stream was issued after the call, or the blocked call itself, and
+    the last that the awaited stream had been issued at the record. So a wait for a stream without work, which holds
+    nothing up, is none, and waits that say the same count once. Calls that no record names are not scored.
+
+    Returns
+    -------
+    table
+        Rows `rule`: "event" (streams, and threads in an event synchronise), "sync" (stream synchronises), "all". `tp`,
+        `fp`, `fn`: links found, found wrongly, missed. `precision`, `recall`: null where there is nothing to share.
+
+    Examples
+    --------
+    >>> score_waits(load_run("traces/alexnet.json.gz"))  # doctest: +SKIP
+    """
+    recording = run if isinstance(run, Recording) else Recording.of(run)
+
+    def found(records: pl.DataFrame) -> pl.DataFrame:
+        steps = recording.ops["step"].drop_nulls().unique().sort()
+        waits = [find_waits(recording.ops, records, step, step) for step in steps]
+        return pl.concat([pl.DataFrame(schema=WAITS), *waits])
+
+    named = found(recording.records).filter(pl.col("pattern") == "cuda_sync")
+    guessed = found(recording.records.clear()).join(named, on="op_id", how="semi")
+    true, predicted = _links(recording.ops, named), _links(recording.ops, guessed)
+    rows = []
+    for rule, calls in SCORED_CALLS.items():
+        is_rule = pl.col("call").is_in(calls)
+        want, have = (set(links.filter(is_rule).select("src", "dst").iter_rows()) for links in (true, predicted))
+        tp, fp, fn = len(want & have), len(have - want), len(want - have)
+        share = {"precision": tp / len(have) if have else None, "recall": tp / len(want) if want else None}
+        rows.append({"rule": rule, "tp": tp, "fp": fp, "fn": fn} | share)
+    return pl.DataFrame(rows, schema_overrides={"precision": pl.Float64, "recall": pl.Float64})
+
+
+def _links(ops: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
+    """`call`, `src`, `dst` of waits: raw ids of the op waited for, and of the op or blocked call that waits."""
+    work = ops.filter(pl.col("kind").is_in(DEVICE_KINDS)).select(
+        "rank", "lane", issue_ns=pl.coalesce("launch_ns", "start_ns"), op="op_id"
+    )
+    work = work.sort("issue_ns", "op")
+    calls = ops.select("op_id", "call", call_ns="start_ns")
+    waits = waits.join(calls, on="op_id").sort("record_ns").join_asof(
+        work.rename({"lane": "record_lane", "op": "held"}), left_on="record_ns", right_on="issue_ns",
+        by=["rank", "record_lane"], check_sortedness=False,
+    ).drop("issue_ns")  # fmt: skip
+    waits = waits.sort("call_ns").join_asof(
+        work.rename({"op": "first"}), left_on="call_ns", right_on="issue_ns", by=["rank", "lane"], strategy="forward",
+        check_sortedness=False,
+    )  # fmt: skip
+    dst = pl.when(pl.col("lane").is_null()).then("op_id").otherwise("first")
+    return waits.select("call", src=pl.coalesce("target", "held"), dst=dst).drop_nulls()
