@@ -133,7 +133,7 @@ def what_if_rows(name: str, run: Run) -> Iterator[Row]:
 
 def bundled_rows() -> Iterator[Row]:
     """Rows of the recordings in `datasets/`."""
-    for name in datasets.names(kind="run"):
+    for name in (n for n in datasets.names() if datasets.DATASETS[n].is_run):
         scored = mechanistic(load_run(datasets.path(name)))
         yield Row(
             f"bundled/{name}",
@@ -144,7 +144,7 @@ def bundled_rows() -> Iterator[Row]:
             noise(scored["measured_ns"]),
             note=f"{scored.height} steps on a CPU, which is host-bound by nature: own operators are given",
         )
-    yield from delay_rows(delayed_steps(load_run(datasets.path("gpt-ddp2-delay"))))
+    yield from delay_rows(delayed_steps(load_run(datasets.path("gpt-ddp-delay"))))
 
 
 def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:

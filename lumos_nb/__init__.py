@@ -13,13 +13,22 @@ if TYPE_CHECKING:
     from lumos_nb.critical_path import Result as Result
     from lumos_nb.critical_path import replay as replay
     from lumos_nb.critical_path import sweep as sweep
+    from lumos_nb.evaluate import delayed_steps as delayed_steps
     from lumos_nb.evaluate import mechanistic as mechanistic
+    from lumos_nb.evaluate import score_waits as score_waits
+    from lumos_nb.evaluate import what_ifs as what_ifs
+    from lumos_nb.fake_group import DryRun as DryRun
+    from lumos_nb.fake_group import dry_run as dry_run
     from lumos_nb.graph import Graph as Graph
+    from lumos_nb.graph import Recording as Recording
     from lumos_nb.graph import build_graph as build_graph
+    from lumos_nb.labels import ddp_hook as ddp_hook
     from lumos_nb.ops import build_ops as build_ops
     from lumos_nb.partition import activity as activity
     from lumos_nb.partition import breakdown as breakdown
     from lumos_nb.partition import compare as compare
+    from lumos_nb.recorder import Recorder as Recorder
+    from lumos_nb.recorder import capture as capture
     from lumos_nb.steady import repeat as repeat
     from lumos_nb.traces.perfetto import write_perfetto as write_perfetto
     from lumos_nb.traces.run import Run as Run
@@ -29,11 +38,14 @@ _MODULES = {
     "lumos_nb.traces.run": ("Run", "load_run"),
     "lumos_nb.traces.perfetto": ("write_perfetto",),
     "lumos_nb.ops": ("build_ops",),
-    "lumos_nb.graph": ("Graph", "build_graph"),
+    "lumos_nb.graph": ("Graph", "Recording", "build_graph"),
     "lumos_nb.steady": ("repeat",),
     "lumos_nb.critical_path": ("Result", "replay", "sweep"),
     "lumos_nb.partition": ("activity", "breakdown", "compare"),
-    "lumos_nb.evaluate": ("mechanistic",),
+    "lumos_nb.evaluate": ("delayed_steps", "mechanistic", "score_waits", "what_ifs"),
+    "lumos_nb.recorder": ("Recorder", "capture"),
+    "lumos_nb.labels": ("ddp_hook",),
+    "lumos_nb.fake_group": ("DryRun", "dry_run"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -47,6 +59,8 @@ if not TYPE_CHECKING:  # else a misspelt name would pass every type checker
             from importlib.metadata import version
 
             value: object = version("lumos-nb")
+        elif name == "datasets":  # a module, and public as one: ln.datasets.path("gpt-ddp")
+            value = importlib.import_module("lumos_nb.datasets")
         elif name in _MODULE_OF:
             value = getattr(importlib.import_module(_MODULE_OF[name]), name)
         else:

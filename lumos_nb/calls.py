@@ -47,7 +47,8 @@ COMM_TYPES: tuple[tuple[str, str], ...] = (
 BLOCKING_COPIES = r"DtoH.*Pageable"
 """A copy to pageable host memory returns only when it is done; the other way the call may return long before."""
 
-ENGINE_OPERATOR = "autograd::engine::evaluate_function"
+ENGINE_OPERATORS = r"^autograd::engine::evaluate_function|Backward\d*$|^torch::autograd::AccumulateGrad$"
+"""Operators that the autograd engine runs: since 2021 under its own name, before by the name of the backward node."""
 STEP_MARK = r"^ProfilerStep#?\s*(\d+)"
 
 

@@ -23,7 +23,8 @@ OWN_KINDS = ("kernel", "memcpy", "memset", "cpu", "alloc")
 
 POOLED_KINDS = ("gap", "launch", "wait", "comm")
 
-SAME_OP = ("rank", "kind", "site", "nth")
+SAME_OP = ("rank", "kind", "site", "of", "nth")
+"""`of`: how many ops of the site the step has. Only where that is equal is the nth here the nth there."""
 SAME_EDGE = ("rank", "rule", "site", "nth")
 SAME_NAME = ("rank", "kind", "name")
 
@@ -56,11 +57,16 @@ class PooledCosts:
         graphs = list(graphs)
         ops = pl.concat([_with_delays(g) for g in graphs])
         edges = pl.concat([_named_edges(g) for g in graphs])
-        # A stretch between operators has no call site that is its own in every step, so it is pooled by name only.
         by_op = (
-            ops.filter(pl.col("site").is_not_null() & ~pl.col("kind").is_in(["gap", "cpu"]))
+            ops.filter(pl.col("site").is_not_null())
             .group_by(SAME_OP)
-            .agg(mean_ns=pl.col("dur_ns").median(), delay_ns=pl.col("delay_ns").median())
+            # Gaps add up along a thread, so their mean is wanted although a few are very long; a transfer's outliers are not.
+            .agg(
+                mean_ns=pl.when(pl.col("kind").first() == "comm")
+                .then(pl.col("dur_ns").median())
+                .otherwise(pl.col("dur_ns").mean()),
+                delay_ns=pl.col("delay_ns").median(),
+            )
         )
         return cls(
             by_op,
@@ -81,7 +87,7 @@ def _with_delays(graph: Graph) -> pl.DataFrame:
     return (
         own.join(delays, on="op_id", how="left", maintain_order="left")
         .with_columns(pl.col("delay_ns").fill_null(0))
-        .select("op_id", "rank", "kind", "name", "site", "nth", "dur_ns", "delay_ns")
+        .select("op_id", *SAME_OP, "name", "dur_ns", "delay_ns")
     )
 
 

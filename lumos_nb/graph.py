@@ -70,6 +70,7 @@ class Recording:
     def of(cls, run: Run) -> Recording:
         """Put a run's events on one clock and cut them into ops."""
         ops, report = align_clocks(build_ops(run.events))
+        report = pl.concat([report, _unlaunched(ops)])
         stated = run.ranks["world_size"].max()
         held = run.ranks.height
         world_size = max(held, int(stated)) if isinstance(stated, int) else held
@@ -130,6 +131,16 @@ class Recording:
         inner = times.filter(~pl.col("edge"))
         chosen = inner if inner.height else times
         return int(chosen.sort("step_ns")["step"][chosen.height // 2])
+
+
+def _unlaunched(ops: pl.DataFrame) -> pl.DataFrame:
+    """How many device ops have no launch: because that was before the window, or because the trace lost it."""
+    backlog = pl.col("step").is_null()
+    what = pl.when(backlog).then(pl.lit("launched before the window")).otherwise(pl.lit("launches lost"))
+    unlaunched = ops.filter(pl.col("device").is_not_null() & pl.col("launch_ns").is_null())
+    counted = unlaunched.group_by("rank", what=what).agg(count=pl.len().cast(pl.Int64), time_ns=pl.col("dur_ns").sum())
+    detail = pl.lit("device ops that no call in the trace launched: they keep their order on their stream")
+    return counted.sort("rank", "what").select("what", "rank", "count", "time_ns", detail=detail)
 
 
 _UNMARKED = pl.DataFrame(
@@ -247,9 +258,7 @@ def _estimates(streams: pl.DataFrame, estimated: pl.DataFrame) -> pl.DataFrame:
             rank="rank",
             count="count",
             time_ns="time_ns",
-            detail=pl.lit(
-                "other ranks have no trace: the low quantile of equal calls; the rest is a wait of its own"
-            ),
+            detail=pl.lit("other ranks have no trace: the low quantile of equal calls; the rest is a wait of its own"),
         )
     )
 
@@ -303,9 +312,9 @@ def _evidence(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-KEPT = ("site", "nth", "call_name", "match", "ago")
-"""Columns of a graph's ops beyond the schema: `site` and `nth` name an op in any step and rank; `ago` is how many steps
-earlier a boundary op was launched, 0 for others."""
+KEPT = ("site", "nth", "of", "call_name", "match", "ago")
+"""Columns of a graph's ops beyond the schema: `site` and `nth` (of `of`) name an op in any step and rank; `ago` is how
+many steps earlier a boundary op was launched, 0 for others."""
 
 
 def _finished(

@@ -143,19 +143,19 @@ def _delays(rows: pl.DataFrame, edges: pl.DataFrame, delays: pl.DataFrame) -> tu
     """Put a row of kind `unexplained` before each row that is held up, and move its in-edges there."""
     held = rows.filter(pl.col("kind").is_in([*DEVICE_KINDS, "event"]) & ~pl.col("blocks"))
     held = held.join(delays, left_on="id", right_on="dst").with_columns(
-        of="id",
+        held_id="id",
         id=in_role("id", DELAY),
         kind=pl.lit("unexplained"),
         name=pl.format("delay of {}", "name"),
         start_ns=pl.col("start_ns") - pl.col("delay_ns"),
         dur_ns="delay_ns",
     )
-    moved = edges.join(held.select(dst="of", to="id"), on="dst", how="left", maintain_order="left").with_columns(
+    moved = edges.join(held.select(dst="held_id", to="id"), on="dst", how="left", maintain_order="left").with_columns(
         dst=pl.coalesce("to", "dst")
     )
     after = held.select(
         src="id",
-        dst="of",
+        dst="held_id",
         lag_ns=pl.lit(0, pl.Int64),
         from_start=pl.lit(value=False),
         rule=pl.lit("delay"),

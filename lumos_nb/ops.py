@@ -14,7 +14,7 @@ from lumos_nb.calls import (
     COMM_LABEL,
     COMM_TYPES,
     DEVICE_CATEGORIES,
-    ENGINE_OPERATOR,
+    ENGINE_OPERATORS,
     HOST_COMM,
     STEP_MARK,
     classify,
@@ -253,7 +253,7 @@ def _gather(values: pl.Series, index: NDArray[np.int64]) -> pl.Series:
 
 
 _PHASE = (
-    pl.when(pl.col("name").str.starts_with(ENGINE_OPERATOR))
+    pl.when(pl.col("name").str.contains(ENGINE_OPERATORS))
     .then(pl.lit("backward"))
     .when(pl.col("name").str.starts_with("Optimizer."))
     .then(pl.lit("optimizer"))
@@ -410,7 +410,9 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     linked = device.join(
         launches.unique("correlation", keep="first"), on="correlation", how="left", maintain_order="left"
     )
-    return _communication(linked)
+    # Work whose launch is not in the trace belongs to the step of the work before it on its stream. There is none before
+    # what was launched ahead of the window: the backlog.
+    return _communication(linked.with_columns(pl.col("step").forward_fill().over("lane")))
 
 
 def _communication(device: pl.DataFrame) -> pl.DataFrame:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from lumos_nb.calls import ENGINE_OPERATOR
+from lumos_nb.calls import ENGINE_OPERATORS
 from lumos_nb.lanes import (
     ABSENT_PEERS,
     ARRIVAL,
@@ -184,7 +184,7 @@ def queue_edges(queue: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     return _edges(_targets(queue.with_columns(dst=row_id("op_id", OWN)), known), "queue", "pattern")
 
 
-_BACKWARD = pl.col("parent").str.starts_with(ENGINE_OPERATOR).fill_null(value=False)
+_BACKWARD = pl.col("parent").str.contains(ENGINE_OPERATORS).fill_null(value=False)
 
 
 def _callers(hosts: pl.DataFrame) -> pl.DataFrame:

@@ -45,11 +45,16 @@ def sync_records(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def identify(ops: pl.DataFrame) -> pl.DataFrame:
-    """Add `nth`, the number of an op among those of its call site: (`site`, `nth`) names it in any rank and step."""
+    """Add `nth`, the number of an op among those of its call site, and `of`, how many these are in its step.
+
+    (`site`, `nth`) names an op in any rank and step.
+    """
     stretch = pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null()
     site = pl.when(stretch).then(pl.struct("name", "phase", "kind").hash(3)).otherwise("site")
+    same = ("rank", "step", "site", "kind")
     return ops.with_columns(site=site).with_columns(
-        nth=pl.coalesce("launch_ns", "start_ns").rank("ordinal").over("rank", "step", "site", "kind").cast(pl.Int32)
+        nth=pl.coalesce("launch_ns", "start_ns").rank("ordinal").over(*same).cast(pl.Int32),
+        of=pl.len().over(*same).cast(pl.Int32),
     )
 
 
