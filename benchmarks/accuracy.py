@@ -13,8 +13,10 @@ import polars as pl
 
 from benchmarks.rows import ACCURACY, Row, record
 from lumos_nb import datasets
+from lumos_nb.critical_path import replay
 from lumos_nb.evaluate import delayed_steps, mechanistic, score_waits, what_ifs
-from lumos_nb.graph import Recording, build_graph
+from lumos_nb.graph import build_graph
+from lumos_nb.schema import DEVICE_KINDS
 from lumos_nb.traces.run import Run, load_run
 
 TRACES = Path(__file__).parents[1] / ".." / "shared" / "traces"
@@ -32,6 +34,7 @@ HOST_BOUND = {
     "df_index_resolver": "hta/df_index_resolver",
     "nccl_data": "hta/nccl_parser_config",
     "torchrec_resnet18": "torchrec/resnet18",
+    "resnet50_of_2021": "kineto/tb_plugin/samples/resnet50_num_workers_0",
 }
 ABLATED = ("torchrec_optimizer_4", "MI300X_resnet", "trace_diff")
 SYNC_FILES = (
@@ -104,6 +107,7 @@ def trace_rows() -> Iterator[Row]:
     for name, path in HOST_BOUND.items():
         yield from mechanistic_rows(name, mechanistic(load_run(TRACES / path)), None)
     yield from what_if_rows("ns_resolution", load_run(TRACES / OVERLAPPING["ns_resolution"][0]))
+    yield from what_if_rows("MI300X_resnet", load_run(TRACES / OVERLAPPING["MI300X_resnet"][0]))
     yield from what_if_rows("torchrec_optimizer_4", load_run(TRACES / OVERLAPPING["torchrec_optimizer_4"][0]))
     for path in SYNC_FILES:
         score = score_waits(load_run(TRACES / path)).row(0, named=True)
@@ -116,8 +120,12 @@ def trace_rows() -> Iterator[Row]:
 
 def what_if_rows(name: str, run: Run) -> Iterator[Row]:
     """Rows of the what-if sanity table of one step."""
-    recording = Recording.of(run)
-    graph = build_graph(recording)
+    graph = build_graph(run)
+    composition = replay(graph).composition
+    on_device = composition.filter(pl.col("kind").is_in([*DEVICE_KINDS, "lag:stream"]))["share"].sum()
+    yield Row(
+        f"what_if/{name}, path on the GPU", 100 * on_device, "%", target=">= 90" if name == "ns_resolution" else ""
+    )
     for row in what_ifs(graph).iter_rows(named=True):
         target = "<= 0.6" if name == "ns_resolution" and row["change"] == "kernels" else ""
         change = "unchanged" if row["change"] == "none" else f"{row['change']} halved"

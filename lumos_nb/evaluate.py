@@ -60,7 +60,7 @@ class PooledCosts:
         by_op = (
             ops.filter(pl.col("site").is_not_null())
             .group_by(SAME_OP)
-            # Gaps add up along a thread, so their mean is wanted although a few are very long; a transfer's outliers are not.
+            # Gaps add up along a thread, so their mean is wanted, long ones included; not so with transfers.
             .agg(
                 mean_ns=pl.when(pl.col("kind").first() == "comm")
                 .then(pl.col("dur_ns").median())
