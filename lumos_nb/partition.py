@@ -15,7 +15,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.errors import GraphError, LumosError, SchemaError
+from lumos_nb.graph import Recording, build_graph
 from lumos_nb.schema import OPS
+from lumos_nb.traces.run import Run
 
 PARTS = (
     "compute",  # a kernel runs and no transfer; on a rank without a device, a CPU operator
@@ -52,7 +54,12 @@ class HasOps(Protocol):
         """`schema.OPS`."""
 
 
-def step_intervals(source: HasOps) -> pl.DataFrame:
+def _step_of(source: HasOps | Run) -> HasOps:
+    """The table of one step: a graph's or a result's own, of a run that of its step of median length."""
+    return build_graph(source) if isinstance(source, (Run, Recording)) else source
+
+
+def step_intervals(source: HasOps | Run) -> pl.DataFrame:
     """The interval of the last step in the op table, on each rank.
 
     It runs from the end of the rank's work of the step before (its boundary ops) to the end of its work of the step,
@@ -64,10 +71,10 @@ def step_intervals(source: HasOps) -> pl.DataFrame:
     DataFrame
         One row a rank: `rank`, `on_device` (it has device ops), `begin_ns`, `end_ns`.
     """
-    return _intervals(_numbered(source))
+    return _intervals(_numbered(_step_of(source)))
 
 
-def attribute(source: HasOps) -> pl.DataFrame:
+def attribute(source: HasOps | Run) -> pl.DataFrame:
     """Give every nanosecond of each rank's step to one part and at most one op.
 
     Parts go in the order of `PARTS`. Among the ops of one part, an instant belongs to the op that began first, and
@@ -84,12 +91,13 @@ def attribute(source: HasOps) -> pl.DataFrame:
         `rank`, `part`, `op_id` (null where nothing runs), `time_ns`; by rank the times sum exactly to the step. In the
         order of the op table.
     """
+    source = _step_of(source)
     op_id = source.ops["op_id"]
     pieces = _attributed(source).sort("rank", "row", "part")
     return pieces.select("rank", "part", op_id.gather(pieces["row"]), "time_ns")
 
 
-def breakdown(source: HasOps, *, by: str = "rank") -> pl.DataFrame:
+def breakdown(source: HasOps | Run, *, by: str = "rank") -> pl.DataFrame:
     """Where the step's time goes on each rank, in parts that sum exactly to it.
 
     Exposed and overlapped time is counted as in Lumos (Liang et al., MLSys 2025), with its "other" taken apart.
@@ -112,6 +120,7 @@ def breakdown(source: HasOps, *, by: str = "rank") -> pl.DataFrame:
     >>> parts = breakdown(graph)                                                                   # doctest: +SKIP
     >>> parts.filter(pl.col("part").str.starts_with("exposed_")).group_by("rank").agg(pl.sum("share")) # doctest: +SKIP
     """
+    source = _step_of(source)
     ops = source.ops
     if by not in ops.columns:
         raise SchemaError(f"op table lacks the column {by!r} to break down by; it has {', '.join(ops.columns)}.")
@@ -129,7 +138,7 @@ def breakdown(source: HasOps, *, by: str = "rank") -> pl.DataFrame:
     return shares.sort("rank", pl.col("part").cast(pl.Enum(PARTS)), *keys[2:])
 
 
-def activity(source: HasOps, *, bin_ns: int = 1_000_000) -> pl.DataFrame:
+def activity(source: HasOps | Run, *, bin_ns: int = 1_000_000) -> pl.DataFrame:
     """How busy each device is over the step, bin by bin; comparable with SM activity.
 
     Parameters
@@ -148,7 +157,7 @@ def activity(source: HasOps, *, bin_ns: int = 1_000_000) -> pl.DataFrame:
     """
     if bin_ns < 1:
         raise LumosError(f"bin_ns is {bin_ns}; a bin needs at least 1 ns. The default, 1_000_000, is a millisecond.")
-    ops = _numbered(source)
+    ops = _numbered(_step_of(source))
     intervals = _intervals(ops)
     claims = _claims(ops, intervals)
     devices = ops.select("rank", "device").unique().filter(pl.col("device").is_not_null())
@@ -168,7 +177,7 @@ def activity(source: HasOps, *, bin_ns: int = 1_000_000) -> pl.DataFrame:
     return pl.concat(frames)
 
 
-def compare(a: HasOps, b: HasOps) -> pl.DataFrame:
+def compare(a: HasOps | Run, b: HasOps | Run) -> pl.DataFrame:
     """What changed from step `a` to step `b`, at several levels, each of which adds up exactly to the difference.
 
     Every level divides the same total: the step times of all ranks together, in rank-nanoseconds. So a level's
@@ -177,8 +186,8 @@ def compare(a: HasOps, b: HasOps) -> pl.DataFrame:
 
     Parameters
     ----------
-    a, b : Graph or Result
-        Measured or replayed, in any combination.
+    a, b : Graph, Result or Run
+        Measured or replayed, in any combination; of a run its step of median length.
 
     Returns
     -------
@@ -187,7 +196,7 @@ def compare(a: HasOps, b: HasOps) -> pl.DataFrame:
         `mean_diff_ns` (`b_ns` by ranks of b less `a_ns` by ranks of a); in a level, the greatest change first. Time in
         which nothing runs has the key "(nothing runs)"; that of ops without a value "(no layer)" and the like.
     """
-    columns = {"a_ns": _by_level(a), "b_ns": _by_level(b)}
+    columns = {"a_ns": _by_level(_step_of(a)), "b_ns": _by_level(_step_of(b))}
     n_ranks = {side: frame.filter(pl.col("level") == "rank").height for side, frame in columns.items()}
     sides = [frame.rename({"time_ns": side}) for side, frame in columns.items()]
     both = sides[0].join(sides[1], on=["level", "key"], how="full", coalesce=True)
