@@ -62,6 +62,14 @@ def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series) -> 
         dur_ns=pl.when(queued | (host_wait & issue)).then(short).otherwise("dur_ns"),
         start_ns=pl.when(queued).then(pl.col("to_ns") - short).otherwise("start_ns"),
         to_ns=pl.when(host_wait & issue).then(pl.col("from_ns") + short).otherwise("to_ns"),
+        blocks=IS_HIDDEN_ON_HOST,
+    )
+    arrivals = plain.filter("blocks").with_columns(
+        id=in_role("id", ARRIVAL),
+        kind=pl.lit("event"),
+        name=pl.lit("arrival"),
+        dur_ns=pl.lit(0, pl.Int64),
+        to_ns="from_ns",
         blocks=pl.lit(value=False),
     )
     blocked = rows.filter(host_wait).with_columns(
@@ -71,7 +79,7 @@ def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series) -> 
         blocks=pl.lit(value=True),
     )
     return (
-        pl.concat([plain, blocked])
+        pl.concat([plain, arrivals, blocked])
         .drop("typical_ns")
         .sort("rank", "lane", "from_ns", "to_ns", "id", maintain_order=True)
     )
@@ -152,7 +160,7 @@ def absent_peers(
 
     Returns the rows, and the ids of the transfers so estimated. A group of unknown size is taken to be all ranks.
     """
-    whole = joins.select("match", "members")
+    whole = joins.select("match", "members", joined_ns="from_ns")
     comm = (
         streams.filter(pl.col("kind") == "comm")
         .join(whole, on="match", how="left")
@@ -161,8 +169,8 @@ def absent_peers(
     size = pl.coalesce("group_size", pl.when(pl.col("peer").is_not_null()).then(2), pl.lit(world_size, pl.Int32))
     partial = (
         comm.filter(pl.col("members").fill_null(1) < size)
-        .with_columns(transfer_ns=pl.min_horizontal("dur_ns", "transfer_ns"))
-        .with_columns(begin_ns=pl.col("to_ns") - pl.col("transfer_ns"))
+        .with_columns(from_ns=pl.max_horizontal("from_ns", "joined_ns"))
+        .with_columns(begin_ns=pl.max_horizontal("from_ns", pl.col("to_ns") - pl.col("transfer_ns")))
     )
     cut = streams.join(partial.select("id", "begin_ns"), on="id", how="left", maintain_order="left").with_columns(
         from_ns=pl.coalesce("begin_ns", "from_ns"),
@@ -174,6 +182,7 @@ def absent_peers(
         id=in_role("id", ABSENT_PEERS),
         kind=pl.lit("unexplained"),
         name=pl.lit(ABSENT),
+        start_ns="from_ns",
         to_ns="begin_ns",
         blocks=pl.lit(value=False),
         dur_ns=pl.col("begin_ns") - pl.col("from_ns"),
@@ -184,12 +193,18 @@ def absent_peers(
 
 
 def usual_transfers(ops: pl.DataFrame) -> pl.DataFrame:
-    """`op_id`, `transfer_ns`: the low quantile of the equal communication calls of the same rank, in all steps."""
+    """`op_id`, `transfer_ns`: the low quantile of the equal communication calls of the same rank, in all steps.
+
+    A call lasts from when the last of the ranks at hand had arrived.
+    """
     comm = ops.filter(pl.col("kind") == "comm")
+    begun = pl.when(pl.col("match").is_not_null()).then(pl.col("start_ns").max().over("match"))
+    comm = comm.with_columns(lasts_ns=pl.col("start_ns") + pl.col("dur_ns") - pl.coalesce(begun, "start_ns"))
     size = pl.coalesce(pl.col("comm_bytes").cast(pl.String), "shapes", pl.format("{}/{}", "site", "nth"))
     return comm.select(
         "op_id",
-        transfer_ns=pl.col("dur_ns")
+        transfer_ns=pl.col("lasts_ns")
+        .clip(0)
         .quantile(TRANSFER_QUANTILE, "lower")
         .over("rank", "collective", "group", size)
         .cast(pl.Int64),

@@ -20,6 +20,7 @@ from lumos_nb.calls import (
     classify,
 )
 from lumos_nb.schema import EVENTS, OPS
+from lumos_nb.scopes import layers_of
 
 RAW_COLUMNS: dict[str, pl.DataType] = {
     "call": pl.String(),  # what a runtime call does (calls.CALL_PATTERNS); null for stretches and device work
@@ -115,6 +116,7 @@ def _rank_ops(events: pl.DataFrame) -> pl.DataFrame:
     events = _distinct_ids(events)
     marks = step_marks(events)
     host = events.filter(pl.col("thread").is_not_null() & (pl.col("dur_ns") >= 0))
+    host = host.join(layers_of(events), on="event_id", how="left", maintain_order="left")
     lanes = [_thread_ops(lane, marks) for lane in host.partition_by("thread", maintain_order=True)]
     threads = pl.concat([_EMPTY, *lanes], how="diagonal_relaxed")
     ops = pl.concat([threads, _device_ops(events, threads)], how="diagonal_relaxed")
@@ -157,6 +159,7 @@ _EMPTY = pl.DataFrame(
         "args": pl.String,
         "phase": pl.String,
         "micro_batch": pl.Int32,
+        "layer": pl.String,
         "site": pl.UInt64,
         "call_name": pl.String,
         "launch_ns": pl.Int64,
@@ -234,6 +237,7 @@ class _Frames:
                 "top_args": _gather(frames["args"], top),
                 "phase": self._inherit(inherited["phase"]),
                 "micro_batch": self._inherit(inherited["micro_batch"]),
+                "layer": self._inherit(frames["layer"]),
             }
         )
 
@@ -287,6 +291,7 @@ def _stretches(cuts: NDArray[np.int64], calls: pl.DataFrame, frames: _Frames) ->
         pl.Series("end_ns", end),
         "parent",
         "micro_batch",
+        "layer",
         pl.col("phase").fill_null("other"),
         kind=pl.when(operator).then(pl.lit("cpu")).otherwise(pl.lit("gap")),
         name="parent",
@@ -403,6 +408,7 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
         "args",
         "phase",
         "micro_batch",
+        "layer",
         "site",
         "call_name",
         "launch_ns",
@@ -410,8 +416,8 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     linked = device.join(
         launches.unique("correlation", keep="first"), on="correlation", how="left", maintain_order="left"
     )
-    # Work whose launch is not in the trace belongs to the step of the work before it on its stream. There is none before
-    # what was launched ahead of the window: the backlog.
+    # Work whose launch is not in the trace belongs to the step of the work before it on its stream. Only the backlog,
+    # launched ahead of the window, has none before it.
     return _communication(linked.with_columns(pl.col("step").forward_fill().over("lane")))
 
 

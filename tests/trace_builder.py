@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
@@ -160,23 +161,23 @@ def waits_of(body: Body) -> list[tuple[str, str | None, str | None, str, str]]:
     return waits(recording_of(repeated(body, PERIOD)))
 
 
-def scaled(graph: Graph, by_kind: Mapping[str, float] | None = None, **by_name: float) -> Graph:
-    """The graph with durations multiplied by the scale of their kind, or of their name."""
+def scaled(graph: Graph, scales: Mapping[str, float] | None = None, **more: float) -> Graph:
+    """The graph with durations multiplied by the scale of their name or kind."""
     scale = pl.lit(1.0)
-    for column, scales in (("kind", by_kind or {}), ("name", by_name)):
-        for word, factor in scales.items():
-            scale = pl.when(pl.col(column) == word).then(factor).otherwise(scale)
+    for word, factor in {**(scales or {}), **more}.items():
+        scale = pl.when((pl.col("name") == word) | (pl.col("kind") == word)).then(factor).otherwise(scale)
     ops = graph.ops.with_columns((pl.col("dur_ns") * scale).round().cast(pl.Int64))
-    return Graph(ops, graph.edges, graph.step, graph.report, graph.queue_sizes)
+    return replace(graph, ops=ops)
 
 
-def spans(
-    source: Graph | Result, name: str, lane: str | None = None, rank: int | None = None
-) -> list[tuple[float, float]]:
-    """Start and end, in µs from zero, of every op of that name (or kind), in order; of a graph as it replays."""
+def spans(source: Graph | Result, name: str, rank: int | None = None) -> list[tuple[float, float]]:
+    """Start and end, in µs from zero, of every op of that name (or kind), in order; of a graph as it replays.
+
+    What was going on before the step is asked for by its kind, "boundary".
+    """
     result = replay(source) if isinstance(source, Graph) else source
-    ops = result.ops.filter((pl.col("name") == name) | (pl.col("kind") == name))
-    ops = ops.filter(pl.col("lane") == lane) if lane else ops
+    wanted = pl.col("kind") == name if name == "boundary" else (pl.col("name") == name) | (pl.col("kind") == name)
+    ops = result.ops.filter(wanted & ((pl.col("kind") != "boundary") | (name == "boundary")))
     ops = ops.filter(pl.col("rank") == rank) if rank is not None else ops
     start = pl.col("start_ns") - ZERO_NS
     return ops.sort("start_ns").select(s=start / 1000, e=(start + pl.col("dur_ns")) / 1000).rows()
@@ -184,11 +185,3 @@ def spans(
 
 def step_us(graph: Graph) -> float:
     return replay(graph).step_ns / 1000
-
-
-def edges_named(graph: Graph, *rules: str) -> list[tuple[str, str, str]]:
-    """`src` name, `dst` name, evidence of every edge of the rules, sorted."""
-    names = graph.ops.select(src="op_id", name="name")
-    edges = graph.edges.filter(pl.col("rule").is_in(rules)).join(names, on="src")
-    named = edges.join(names.rename({"src": "dst"}), on="dst", suffix="_dst")
-    return sorted(named.select("name", "name_dst", "evidence").rows())
