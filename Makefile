@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint warm lab accuracy bench datasets tables constraints
+.PHONY: help env demo test lint warm lab accuracy bench datasets tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -64,6 +64,9 @@ bench: env ## speed: benchmarks/results.json and the tables that quote it
 
 tables: env ## the tables of README.md, from the JSON files
 	$(BIN)/python -m benchmarks.rows
+
+picture: env ## docs/picture.png, which README.md shows
+	$(BIN)/python -m benchmarks.picture
 
 datasets: env ## record the bundled runs again, on this machine
 	$(BIN)/python datasets/make_datasets.py

@@ -13,6 +13,7 @@ import base64
 import builtins
 import os
 import struct
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ ACTIVITY_COLOURS = {
     "waiting": WAITING,
     "copy": COPY,
     "host operator": HOST,
-    "call": "#F0E442",
+    "runtime call": "#F0E442",
     "between operators": "#B9DDF5",
     "unexplained": UNEXPLAINED,
     "before the step": NOTHING,
@@ -120,8 +121,13 @@ def timeline(
         stays.encode(x=x, x2="end_ms:Q", y=y),
         links.encode(x="from_ms:Q", x2="start_ms:Q", y="from_label:N", y2="label:N"),
     ]
-    heading = alt.Title(_title(source) if title is None else title, subtitle=_subtitle(rows), anchor="start")
+    heading = _heading(_title(source) if title is None else title, _subtitle(rows))
     return alt.LayerChart(layer=layers, width=width_px, height=alt.Step(22), title=heading)
+
+
+def _heading(text: str, subtitle: str = "") -> alt.Title:
+    """A title flush with the plot, so that charts below one another line up."""
+    return alt.Title(text, subtitle=subtitle, anchor="start", frame="group")
 
 
 def _title(source: HasOps | pl.DataFrame) -> str:
@@ -184,7 +190,7 @@ def breakdown_bars(
     present = [part for part in PARTS if part in set(rows["part"])]
     colours = [PART_COLOURS[part] for part in present]
     chart: alt.Chart = (
-        alt.Chart(_in_ms(rows), title=alt.Title(title, anchor="start"))
+        alt.Chart(_in_ms(rows), title=_heading(title))
         .mark_bar()
         .encode(
             x=alt.X("time_ms:Q").title("time in the step (ms)"),
@@ -257,7 +263,7 @@ def predicted_vs_measured(
     domain = list(SERIES)
     colours, shapes = ([SERIES[series][n] for series in domain] for n in range(2))
     chart: alt.Chart = (
-        alt.Chart(_in_ms(rows), title=alt.Title(title, anchor="start"))
+        alt.Chart(_in_ms(rows), title=_heading(title))
         .mark_point(size=120, strokeWidth=2)
         .encode(
             x=alt.X("step:O").title("step").axis(labelAngle=0),
@@ -292,21 +298,47 @@ JUPYTERLAB_MIME = "application/vnd.vegalite.v5+json"
 
 
 def mime_bundle(spec: dict[str, Any], **_options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A chart as notebooks keep it: the specification, a PNG of it (unless `LUMOS_NB_STATIC=0`), and a line of text.
+    """A chart as notebooks keep it: its specification, a PNG of it (unless `LUMOS_NB_STATIC=0`), and a line of text.
 
-    altair's renderer "lumos_nb". The PNG has twice the chart's pixels.
+    altair's renderer "lumos_nb".
     """
-    static = {**spec, "$schema": "https://vega.github.io/schema/vega-lite/v5.json"}
-    bundle: dict[str, Any] = {JUPYTERLAB_MIME: static, "text/plain": "a chart, which this program cannot show"}
+    interactive = {**spec, "$schema": "https://vega.github.io/schema/vega-lite/v5.json"}
+    bundle: dict[str, Any] = {JUPYTERLAB_MIME: interactive, "text/plain": "a chart, which this program cannot show"}
     if os.environ.get("LUMOS_NB_STATIC") == "0":
         return bundle, {}
-    import vl_convert
-
-    version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-    png = vl_convert.vegalite_to_png(spec, vl_version=version, scale=2)
+    png = to_png(spec)
     width, height = struct.unpack(">II", png[16:24])
     size = {"width": width // 2, "height": height // 2}
     return {**bundle, "image/png": base64.b64encode(png).decode()}, {"image/png": size}
+
+
+def to_png(chart: alt.TopLevelMixin | dict[str, Any], *, scale: float = 2) -> bytes:
+    """Draw a chart, or its specification, as the bytes of a PNG file with `scale` times the chart's pixels.
+
+    Examples
+    --------
+    >>> Path("step.png").write_bytes(to_png(timeline(result)))  # doctest: +SKIP
+    """
+    import vl_convert
+
+    spec = chart if isinstance(chart, dict) else chart.to_dict()
+    version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    return _deflated(vl_convert.vegalite_to_png(spec, vl_version=version, scale=scale))
+
+
+def _deflated(png: bytes) -> bytes:
+    """The same image, its pixels compressed as well as zlib can: vl-convert leaves it five times as large."""
+    chunks, at = [], 8
+    while at < len(png):
+        size = int.from_bytes(png[at : at + 4]) + 12
+        chunks.append((png[at + 4 : at + 8], png[at + 8 : at + size - 4]))
+        at += size
+    pixels = zlib.decompress(b"".join(body for kind, body in chunks if kind == b"IDAT"))
+    before, after = ([c for c in chunks if (c[0] == b"IEND") == end and c[0] != b"IDAT"] for end in (False, True))
+    kept = [*before, (b"IDAT", zlib.compress(pixels, 9)), *after]
+    return png[:8] + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in kept
+    )
 
 
 alt.renderers.register("lumos_nb", mime_bundle)
