@@ -28,27 +28,36 @@ def layers(*rows: tuple[str, str, int, int, int, int | None]) -> dict[int, str]:
 
 def test_a_range_names_the_layer_of_what_it_encloses() -> None:
     found = layers(
-        ("user_annotation", "layer=3", 1, 0, 100, None), ("cpu_op", "aten::linear", 1, 10, 20, None),
+        ("user_annotation", "layer=3", 1, 0, 100, None),
+        ("cpu_op", "aten::linear", 1, 10, 20, None),
         ("cpu_op", "aten::relu", 1, 100, 20, None),
-    )  # fmt: skip
+    )
     assert found == {1: "3"}
 
 
 def test_module_calls_make_a_path_and_a_range_inside_them_wins() -> None:
     found = layers(
-        ("python_function", "nn.Module: GPT_0", 1, 0, 100, None), ("python_function", "nn.Module: Linear_2", 1, 10, 50, None),
-        ("cpu_op", "aten::linear", 1, 12, 20, None), ("user_annotation", "layer=7", 1, 70, 20, None),
-        ("cpu_op", "aten::relu", 1, 72, 5, None), ("cpu_op", "aten::add", 1, 95, 2, None),
-    )  # fmt: skip
+        ("python_function", "nn.Module: GPT_0", 1, 0, 100, None),
+        ("python_function", "nn.Module: Linear_2", 1, 10, 50, None),
+        ("cpu_op", "aten::linear", 1, 12, 20, None),
+        ("user_annotation", "layer=7", 1, 70, 20, None),
+        ("cpu_op", "aten::relu", 1, 72, 5, None),
+        ("cpu_op", "aten::add", 1, 95, 2, None),
+    )
     assert found == {2: "GPT_0/Linear_2", 4: "7", 5: "GPT_0"}
 
 
 def test_backward_on_the_engine_has_the_layer_of_its_forward() -> None:
     found = layers(
-        ("user_annotation", "layer=0", 1, 0, 50, None), ("cpu_op", "aten::t", 1, 5, 5, 41), ("cpu_op", "aten::addmm", 1, 20, 9, 41),
-        ("user_annotation", "layer=1", 1, 50, 50, None), ("cpu_op", "aten::addmm", 1, 60, 9, 42),
-        ("cpu_op", ENGINE, 2, 200, 30, 42), ("cpu_op", ENGINE, 2, 240, 30, 41), ("cpu_op", ENGINE, 2, 280, 30, 7),
-    )  # fmt: skip
+        ("user_annotation", "layer=0", 1, 0, 50, None),
+        ("cpu_op", "aten::t", 1, 5, 5, 41),
+        ("cpu_op", "aten::addmm", 1, 20, 9, 41),
+        ("user_annotation", "layer=1", 1, 50, 50, None),
+        ("cpu_op", "aten::addmm", 1, 60, 9, 42),
+        ("cpu_op", ENGINE, 2, 200, 30, 42),
+        ("cpu_op", ENGINE, 2, 240, 30, 41),
+        ("cpu_op", ENGINE, 2, 280, 30, 7),
+    )
     assert {i: found.get(i) for i in (5, 6, 7)} == {5: "1", 6: "0", 7: None}
 
 
