@@ -192,7 +192,7 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
         )
     waits = find_waits(recording.ops, recording.records, step, step if unseen is None else unseen)
     sizes = rules.queue_size(recording.ops, cuda=_is_cuda(recording.ops))
-    queue = rules.launch_queue(recording.ops, sizes, step)
+    queue = rules.launch_queue(recording.ops, sizes)
     rows, edges, notes = _rows_and_edges(recording, here, waits, queue, step)
     rows = measure.settle(measure.in_issue_order(rows, edges), edges)
     rows, edges = measure.add_lags(rows, edges)
@@ -201,7 +201,7 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
 
 
 def _is_cuda(ops: pl.DataFrame) -> bool:
-    return bool(ops["call_name"].str.starts_with("cuda").any())
+    return bool(ops["call_name"].str.contains(r"^cu(da)?[A-Z]").any())
 
 
 def _rows_and_edges(
@@ -209,7 +209,8 @@ def _rows_and_edges(
 ) -> tuple[pl.DataFrame, pl.DataFrame, list[pl.DataFrame]]:
     on_stream = pl.col("kind").is_in(DEVICE_KINDS) & ~lanes.IS_HIDDEN_ON_HOST
     calls = here.filter(~on_stream)
-    hosts = lanes.host_rows(calls, waits, queue.filter("full")["op_id"])
+    full_queue = queue.filter("full")["op_id"]
+    hosts = lanes.host_rows(calls, waits, full_queue, lanes.usual_issues(recording.ops, full_queue))
     hosts, engine_edges = rules.engine(hosts)
     hosts, wake_edges = rules.idle_threads(hosts)
     streams = lanes.stream_rows(here.filter(on_stream), waits, calls)
@@ -234,7 +235,7 @@ def _rows_and_edges(
             rules.event_waits(waits, rows),
             rules.host_waits(waits, streams, backlog),
             rules.collectives(pl.concat([streams, hosts], how="diagonal_relaxed"), joins),
-            rules.queue_edges(queue, rows),
+            rules.queue_edges(queue.filter(pl.col("step") == step), rows),
             rules.first_on_lane(leads, hosts),
             rules.first_on_lane(backlog, streams),
         ]

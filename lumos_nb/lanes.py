@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
+from lumos_nb.calls import BLOCKING_COPIES
 from lumos_nb.schema import DEVICE_KINDS
 
 ROLES = OWN, BLOCKED, WAIT_POINT, RECORD_POINT, ARRIVAL, DELAY, BACKLOG, ENGINE_RETURN, ABSENT_PEERS = tuple(range(9))
@@ -37,18 +38,29 @@ def has_role(role: int) -> pl.Expr:
     return (pl.col("id") >= 0) & (pl.col("id") % len(ROLES) == role)
 
 
-def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series) -> pl.DataFrame:
+def usual_issues(ops: pl.DataFrame, full_queue: pl.Series) -> pl.DataFrame:
+    """`rank`, `call_name`, `typical_ns`: what issuing costs by itself, the median over the calls that did not block.
+
+    A call that always blocks (it copies to pageable memory, or is in `full_queue`) costs what the rank's others do.
+    """
+    issues = ops.filter(pl.col("kind") == "launch")
+    copies = ops.filter(pl.col("kind").is_in(DEVICE_KINDS) & pl.col("name").str.contains(BLOCKING_COPIES))
+    free = issues.filter(~pl.col("op_id").is_in(full_queue.implode()))
+    free = free.join(copies, on=["rank", "correlation"], how="anti")
+    by_call = free.group_by("rank", "call_name").agg(own_ns=pl.col("dur_ns").median())
+    by_rank = free.filter(pl.col("call") == "launch").group_by("rank").agg(rank_ns=pl.col("dur_ns").median())
+    least = issues.group_by("rank", "call_name").agg(least_ns=pl.col("dur_ns").min())
+    known = least.join(by_call, on=["rank", "call_name"], how="left").join(by_rank, on="rank", how="left")
+    return known.select("rank", "call_name", typical_ns=pl.coalesce("own_ns", "rank_ns", "least_ns").cast(pl.Int64))
+
+
+def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series, usual: pl.DataFrame) -> pl.DataFrame:
     """Rows of the threads in time order; `from_ns`, `to_ns` are the raw extent, `blocks` that the row waits inside it.
 
     A blocking call is one row, all of whose time is waiting until `measure` finds what remains; a copy that blocks is
     two, its issue and its wait. A launch in `full_queue` (raw op ids) waited for room in the launch queue.
     """
-    typical = (
-        ops.filter(pl.col("kind") == "launch")
-        .group_by("rank", "call_name")
-        .agg(typical_ns=pl.col("dur_ns").median().cast(pl.Int64))
-    )
-    ops = ops.join(typical, on=["rank", "call_name"], how="left")
+    ops = ops.join(usual, on=["rank", "call_name"], how="left")
     awaited = waits.filter(pl.col("lane").is_null())["op_id"].unique()
     host_wait = pl.col("op_id").is_in(awaited.implode())
     unresolved = pl.col("call").is_in(BLOCKING_CALLS) & ~host_wait

@@ -161,10 +161,11 @@ def outstanding(ops: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns(number=number, outstanding=number - pl.col("ended").fill_null(0).cast(pl.Int64))
 
 
-def launch_queue(ops: pl.DataFrame, sizes: dict[int, int], step: int) -> pl.DataFrame:
+def launch_queue(ops: pl.DataFrame, sizes: dict[int, int]) -> pl.DataFrame:
     """Rule 8: a launch waits until no more than the queue's size of earlier device ops are unfinished.
 
-    Returns `op_id` (raw launch call), `full` (it did find the queue full) and `target` (raw op that must have ended).
+    Returns `op_id` (raw launch call), `step`, `full` (it did find the queue full) and `target` (raw op that must have
+    ended).
     """
     work = outstanding(ops)
     size = pl.col("rank").replace_strict(sizes, default=None, return_dtype=pl.Int64)
@@ -173,9 +174,9 @@ def launch_queue(ops: pl.DataFrame, sizes: dict[int, int], step: int) -> pl.Data
         "rank", "correlation", call_id="op_id"
     )
     earlier = work.select("rank", room="number", target="op_id")
-    here = work.filter((pl.col("step") == step) & (pl.col("room") >= 0)).join(earlier, on=["rank", "room"], how="left")
-    return here.join(calls.unique(["rank", "correlation"]), on=["rank", "correlation"]).select(
-        op_id="call_id", target="target", full=pl.col("outstanding") >= pl.col("size") - PLATEAU_MARGIN
+    later = work.filter(pl.col("room") >= 0).join(earlier, on=["rank", "room"], how="left")
+    return later.join(calls.unique(["rank", "correlation"]), on=["rank", "correlation"]).select(
+        "step", op_id="call_id", target="target", full=pl.col("outstanding") >= pl.col("size") - PLATEAU_MARGIN
     )
 
 

@@ -102,10 +102,11 @@ def _queue(graph: Graph, own: pl.DataFrame, times: int) -> pl.DataFrame:
     """Rule 8 over all repetitions: each launch after the device op that the queue's size puts before its own."""
     launched = graph.edges.filter(pl.col("rule") == "launch").select("src", "dst")
     delays = graph.edges.filter(pl.col("rule") == "delay").select(dst="src", behind="dst")
-    arrived = graph.edges.filter(pl.col("rule") == "collective").select(work="src", transfer="dst")
-    launched = launched.join(delays, on="dst", how="left").with_columns(work=pl.coalesce("behind", "dst"))
-    launched = launched.join(own.select("rank", "start_ns", src="op_id"), on="src").sort("rank", "start_ns", "src")
-    del arrived
+    transfers = own.filter(pl.col("kind") == "comm").select("rank", "correlation", transfer="op_id")
+    launched = launched.join(delays, on="dst", how="left")
+    launched = launched.join(own.select("rank", "start_ns", "correlation", src="op_id"), on="src")
+    launched = launched.join(transfers, on=["rank", "correlation"], how="left").sort("rank", "start_ns", "src")
+    launched = launched.with_columns(work=pl.coalesce("transfer", "behind", "dst"))
     size = int(graph.ops["op_id"].max()) + 1  # type: ignore[arg-type]
     queue = pl.col("rank").replace_strict(dict(graph.queue_sizes), default=None, return_dtype=pl.Int64)
     per_step = launched.with_columns(

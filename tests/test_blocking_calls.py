@@ -109,15 +109,12 @@ def test_a_wait_that_no_evidence_names_is_unexplained_and_says_so():
 # --- copies, allocations ----------------------------------------------------------------------------------------------
 
 
-def copied(name: str, returns: float, copy: tuple[float, float] = (120, 150)) -> Body:
-    """A kernel, then a copy on its stream whose call returns at `returns`; other copies' calls take 4."""
+def copied(name: str, returns: float) -> Body:
+    """A kernel, then a copy on its stream whose call returns at `returns`."""
 
     def body(trace: Trace, step: int, s: float) -> None:
-        for n in range(3):
-            at = s + 5 * n
-            trace.copy("Memcpy DtoD (Device -> Device)", (at, at + 4), (s + 10 + 2 * n, s + 12 + 2 * n), stream=30)
         trace.launch("a", (s + 16, s + 20), (s + 26, s + 120))
-        trace.copy(name, (s + 22, s + returns), (s + copy[0], s + copy[1]))
+        trace.copy(name, (s + 22, s + returns), (s + 120, s + 150))
         trace.op("aten::after", s + returns, s + returns + 10)
 
     return body
