@@ -12,7 +12,7 @@ from lumos_nb.display import format_ns
 from lumos_nb.evaluate import PooledCosts, with_pooled_costs
 from lumos_nb.graph import Graph, Recording
 
-NAME = "gpt-pp"
+NAME = "gpt-ddp-delay"
 PATH = Path(__file__).parents[1] / "docs" / "picture.png"
 WIDTH_PX, LANE_PX = 680, 19
 MOST_BYTES = 150_000
@@ -34,16 +34,21 @@ def main() -> None:
     recording = Recording.of(ln.load_run(datasets.path(NAME)))
     measured = ln.build_graph(recording)
     predicted = ln.replay(predicted_step(recording, measured.step))
+    if predicted.path["rank"].n_unique() < 2:
+        raise SystemExit(f"the path of step {measured.step} of {NAME} stays on one rank; take another step or run.")
     measured_ns = dict(recording.step_times().select("step", "step_ns").iter_rows())[measured.step]
     ends_ns = [(ops["start_ns"] + ops["dur_ns"]).max() - predicted.origin_ns for ops in (measured.ops, predicted.ops)]
     window_ns = (0, max(ends_ns))
     above = charts.timeline(measured, window_ns=window_ns, width_px=WIDTH_PX).properties(
-        title=heading(f"A training step of two ranks, a pipeline of two stages, as measured: {format_ns(measured_ns)}")
+        title=heading(
+            f"A training step of two data-parallel ranks, as measured: {format_ns(measured_ns)}",
+            "rank 1 is late on purpose, and rank 0 waits for it",
+        )
     )
     below = charts.timeline(predicted, window_ns=window_ns, width_px=WIDTH_PX).properties(
         title=heading(
             f"The same step, predicted by replay at what other steps cost: {format_ns(predicted.step_ns)}",
-            "outlined: the critical path, which goes back and forth between the ranks",
+            "outlined: the critical path, over the late rank and, with the transfer, to the other",
         )
     )
     parts = charts.breakdown_bars(

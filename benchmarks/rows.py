@@ -82,7 +82,7 @@ def record(path: Path, rows: Sequence[Row]) -> None:
         raise ValueError(f"two rows of one name among {sorted(row.name for row in rows)}.")
     groups = {row.group for row in rows}
     kept = [row for row in read(path) if row.group not in groups]
-    lines = [msgspec.json.encode(row).decode() for row in [*kept, *rows]]
+    lines = [msgspec.json.encode(row, enc_hook=float).decode() for row in [*kept, *rows]]  # numpy's floats
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
