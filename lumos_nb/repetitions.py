@@ -22,6 +22,9 @@ HIDDEN_WAIT_NS = 200_000
 """A gap of a thread shorter than this is never taken for a wait that the profiler did not record."""
 
 MIN_SUPPORT = 0.5
+MIN_VOTES = 2
+"""One repetition alone may be a coincidence: ends of ops are dense."""
+
 MAX_CONTRADICTED = 0.25
 """Rounded times put a few calls of a site into the place of others, so a single contradiction is no proof."""
 
@@ -120,7 +123,8 @@ def _elect(
     """For each wait of `step` the target that explained its site's delays in other steps, and that none contradicts.
 
     `waits` have `at_ns`, the time at which they are over, and `late`: nothing else explains that they took as long. A
-    target must explain at least `MIN_SUPPORT` of a site's late waits, and must have ended in time for all the others.
+    target must explain at least `MIN_SUPPORT` of a site's late waits, and `MIN_VOTES` of them, and must have ended in
+    time for all the others.
     """
     others = waits.filter(pl.col("step") != unseen)
     unnamed = votes.filter(pl.col("target_site").is_null()).select("op_id")
@@ -131,7 +135,9 @@ def _elect(
         .group_by("site_key", *identity, ago=pl.col("step") - pl.col("target_step"))
         .len()
     )
-    elected = counted.join(held, on="site_key").filter(pl.col("len") >= MIN_SUPPORT * pl.col("repetitions"))
+    elected = counted.join(held, on="site_key").filter(
+        (pl.col("len") >= MIN_SUPPORT * pl.col("repetitions")) & (pl.col("len") >= MIN_VOTES)
+    )
     elected = elected.sort("len", *identity, descending=True).unique("site_key", keep="first", maintain_order=True)
     targets = device.select(
         "rank",

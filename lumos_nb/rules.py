@@ -61,9 +61,9 @@ def first_on_lane(boundary: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def launches(hosts: pl.DataFrame, streams: pl.DataFrame) -> pl.DataFrame:
-    """Rule 3: device work after the call that issued it, by correlation id; a stream's wait after its call.
+    """Rule 3: device work after the call that issued it, by correlation id; event points after their call.
 
-    A record has no such edge: its call came before the wait's, and the trace may not hold it.
+    A record's is the call at its time, which for an idiom is the wait's own; the trace may lack it.
     """
     calls = hosts.filter((pl.col("call") == "launch") & has_role(OWN)).select("rank", "correlation", src="id")
     work = streams.filter(pl.col("kind").is_in(DEVICE_KINDS) & pl.col("correlation").is_not_null())
@@ -71,9 +71,13 @@ def launches(hosts: pl.DataFrame, streams: pl.DataFrame) -> pl.DataFrame:
     work = work.select("rank", "correlation", dst=enters).join(
         calls.unique(["rank", "correlation"]), on=["rank", "correlation"]
     )
+    issuers = hosts.filter(pl.col("call").is_in(["record", "wait_event"])).select("rank", issue_ns="from_ns", src="id")
+    records = streams.filter(has_role(RECORD_POINT)).select("rank", "issue_ns", dst="id").join(
+        issuers.unique(["rank", "issue_ns"], keep="first"), on=["rank", "issue_ns"]
+    )  # fmt: skip
     points = streams.filter(has_role(WAIT_POINT))
     points = points.select(src=row_id("op_id", OWN), dst="id").join(hosts.select(src="id"), on="src", how="semi")
-    return pl.concat([_edges(work, "launch"), _edges(points, "issue")])
+    return pl.concat([_edges(work, "launch"), _edges(points, "issue"), _edges(records, "issue")])
 
 
 def event_waits(waits: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
