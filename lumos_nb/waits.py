@@ -108,7 +108,7 @@ def _calls_with_neighbours(ops: pl.DataFrame, device: pl.DataFrame) -> pl.DataFr
     calls = ops.filter(pl.col("call").is_not_null()).join(launched, on=["rank", "correlation"], how="left")
     thread = ["rank", "thread"]
     plain = pl.when(~pl.col("to_comm")).then("to")
-    launches = pl.col("to").is_not_null()
+    launches, records = pl.col("to").is_not_null(), pl.col("call") == "record"
     return (
         calls.sort(*thread, "start_ns", "op_id")
         .with_columns(
@@ -119,6 +119,11 @@ def _calls_with_neighbours(ops: pl.DataFrame, device: pl.DataFrame) -> pl.DataFr
             comm_before=pl.col("to_comm").forward_fill().over(thread),
             comm_after=pl.col("to_comm").backward_fill().over(thread),
             frame_before=pl.when(launches).then(pl.col("frame").fill_null(-1)).forward_fill().over(thread),
+        )
+        .with_columns(
+            recorded_on=pl.when(records).then("plain_before").forward_fill().over(thread),
+            recorded_ns=pl.when(records).then("start_ns").forward_fill().over(thread),
+            recorded_in=pl.when(records).then(pl.col("top_frame").fill_null(-1)).forward_fill().over(thread),
         )
         .with_columns(site_key=SITE_KEY)
     )
@@ -310,8 +315,16 @@ def _collective_waits(calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _stream_switches(calls: pl.DataFrame) -> pl.DataFrame:
-    """A block on another stream starts with that stream waiting for the caller's, and ends the other way round."""
-    switch = (pl.col("plain_before") != pl.col("plain_after")) & ~pl.col("comm_after").fill_null(value=False)
+    """A block on another stream starts with that stream waiting for the caller's, and ends the other way round.
+
+    Where the trace has the record, it is of the stream that its thread had launched to just before it.
+    """
+    recorded = pl.col("recorded_in") == pl.col("top_frame").fill_null(-1)
+    calls = calls.with_columns(
+        awaited=pl.coalesce(pl.when(recorded).then("recorded_on"), "plain_before"),
+        awaited_ns=pl.coalesce(pl.when(recorded).then("recorded_ns"), "start_ns"),
+    )
+    switch = (pl.col("awaited") != pl.col("plain_after")) & ~pl.col("comm_after").fill_null(value=False)
     waits = calls.filter((pl.col("call") == "wait_event") & ~pl.col("internal") & switch)
     return waits.select(
         "op_id",
@@ -319,8 +332,8 @@ def _stream_switches(calls: pl.DataFrame) -> pl.DataFrame:
         "step",
         "site_key",
         lane="plain_after",
-        record_lane="plain_before",
-        record_ns="start_ns",
+        record_lane="awaited",
+        record_ns="awaited_ns",
         call_ns="start_ns",
         order=2,
         evidence=pl.lit("pattern"),
