@@ -282,7 +282,7 @@ def idle_threads(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     idle = idle.join(engine_lanes, on=["rank", "lane"], how="anti")
     following = rows.select("rank", "lane", from_ns="from_ns", dst="id").sort("from_ns")
     woken = (
-        idle.select("rank", "lane", "to_ns")
+        idle.select("rank", "lane", "to_ns", gap="id")
         .sort("to_ns")
         .join_asof(
             following,
@@ -295,6 +295,7 @@ def idle_threads(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     )
     wakers = rows.filter(pl.col("lane") == pl.col("main")).select("rank", end_ns="to_ns", src="id").sort("end_ns")
     edges = woken.join_asof(wakers, left_on="to_ns", right_on="end_ns", by="rank", check_sortedness=False)
-    return rows.join(idle.select("id"), on="id", how="anti", maintain_order="left").drop("main"), _edges(
-        edges, "wake", "time", hard=False
-    )
+    # Where the caller had done nothing yet nobody is known to have woken the thread, and its gap stays.
+    dropped = edges.filter(pl.col("src").is_not_null() | pl.col("dst").is_null()).select(id="gap")
+    kept = rows.join(dropped, on="id", how="anti", maintain_order="left").drop("main")
+    return kept, _edges(edges, "wake", "time", hard=False)

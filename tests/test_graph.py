@@ -210,6 +210,21 @@ def test_a_thread_of_a_pool_is_woken_by_what_the_main_thread_did_before():
     assert spans(scaled(graph, {"cpu": 0.5, "gap": 0.5}), "aten::pooled")[0][0] == 7455
 
 
+def test_a_thread_that_nobody_can_have_woken_keeps_its_idling():
+    def body(trace: Trace, step: int, s: float) -> None:
+        trace.op("aten::pooled0", s + 10, s + 50, thread=8)
+        trace.op("aten::pooled1", s + 1500, s + 1600, thread=8)
+        for n in range(3):
+            trace.op(f"aten::main{n}", s + 2000 + 100 * n, s + 2080 + 100 * n)
+
+    trace = Trace()
+    trace.step(1, 0, 5000)
+    body(trace, 1, 0)
+    graph = graph_of(trace)
+    assert spans(graph, "aten::pooled1") == [(1500, 1600)]
+    assert "wake" not in graph.edges["rule"]
+
+
 # --- before the step, and its ends ------------------------------------------------------------------------------------
 
 
