@@ -141,7 +141,7 @@ def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.
 
 def _delays(rows: pl.DataFrame, edges: pl.DataFrame, delays: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Put a row of kind `unexplained` before each row that is held up, and move its in-edges there."""
-    held = rows.filter(pl.col("kind").is_in([*DEVICE_KINDS, "event"]) & ~pl.col("blocks"))
+    held = rows.filter(pl.col("kind").is_in([*DEVICE_KINDS, "event", "launch"]) & ~pl.col("blocks"))
     held = held.join(delays, left_on="id", right_on="dst").with_columns(
         held_id="id",
         id=in_role("id", DELAY),

@@ -22,10 +22,11 @@ def driven(
     steps: int = 6,
     call: str = "cudaLaunchKernel",
     name: str = "k",
+    stall: float = 0,
 ) -> Trace:
     """A host that launches as fast as a queue of `size` lets it, and a device that starts 4 after a launch at best.
 
-    A call that finds the queue full lasts until there is room, and then `launch` more.
+    A call that finds the queue full lasts until there is room, and then `launch` more; the 500th stalls in between.
     """
     trace = Trace(world_size=1)
     ends: list[float] = []
@@ -34,7 +35,7 @@ def driven(
         begin = now
         for _ in range(PER_STEP):
             room = ends[-size] if len(ends) >= size else now
-            back = max(now, room) + launch
+            back = max(now, room) + launch + (stall if len(ends) == 500 else 0)
             start = max(back + 4, last)
             last = start + kernel
             ends.append(last)
@@ -112,6 +113,14 @@ def test_a_launch_that_waited_costs_what_launches_cost_that_did_not():
     graph = graph_of_step_4(driven())
     assert graph.ops.filter(pl.col("kind") == "launch")["dur_ns"].unique().to_list() == [2_000]
     assert step_us(graph) == 1500
+
+
+def test_a_launch_that_took_longer_than_the_queue_explains_has_an_explicit_delay():
+    graph = graph_of_step_4(driven(stall=300))
+    delay = graph.ops.filter(pl.col("kind") == "unexplained")
+    assert delay.select("name", "lane", "dur_ns").rows() == [("delay of cudaLaunchKernel", "cpu:1", 300_000)]
+    replayed = replay(graph).ops.filter(pl.col("kind") != "boundary")
+    assert replayed["start_ns"].equals(replayed["measured_start_ns"])
 
 
 def test_halving_kernels_halves_a_queue_bound_step():
