@@ -31,7 +31,7 @@ OVERLAPPING = {
     "ns_resolution": ("hta/ns_resolution_trace", 1.5),
 }
 HOST_BOUND_SHARE = 0.9
-"""A step whose path is more than this the host's own chain is predicted well by any graph that keeps threads in order."""
+"""Any graph that keeps threads in order predicts a step well whose path is more than this the host's own chain."""
 
 OTHERS = {
     "df_index_resolver": "hta/df_index_resolver",
@@ -117,7 +117,7 @@ def trace_rows() -> Iterator[Row]:
         name = path.removesuffix("/input").split("/")[-1].removesuffix(".json")
         for score in score_waits(load_run(TRACES / path)).filter(pl.col("rule") != "all").iter_rows(named=True):
             waits = score["tp"] + score["fn"]
-            found = f"{score['tp']} of {waits} {'stream' if score['rule'] == 'event' else 'host'} waits, {score['fp']} false"
+            found = f"{score['tp']} of {waits}, {score['fp']} false"
             if waits:
                 yield Row(f"inferred_waits/{name}, {score['rule']} recall", 100 * score["recall"], "%", note=found)
             if score["precision"] is not None:
