@@ -126,6 +126,13 @@ def test_a_timeline_has_a_bar_an_op_and_one_for_each_wait(result):
     ]
 
 
+def test_a_line_along_the_path_leads_over_the_lag_between_two_ops():
+    ops = table(op("launch", 0, 2 * MS, "cpu:9"), op("kernel", 3 * MS, 5 * MS))
+    late = pl.DataFrame([(0, 1, MS, False, "launch", "exact", True)], schema=dict(EDGES.columns), orient="row")
+    *_, links = data_of(spec_of(timeline(replay(Graph(ops, late, 1)))))
+    assert [(link["from_ms"], link["start_ms"]) for link in links] == [(2, 3)]
+
+
 def test_lanes_are_in_order_and_axes_have_units(result):
     spec = spec_of(timeline(result))
     encoding = spec["layer"][0]["encoding"]
@@ -280,9 +287,8 @@ def test_breakdowns_are_drawn_part_by_part_beside_each_other(result):
     for row in rows:
         by_rank[row["label"]] += row["time_ms"]
     assert by_rank["rank 0 replayed"] == pytest.approx(14)
-    assert [row["place"] for row in rows if row["label"] == "rank 0 measured"] == sorted(
-        row["place"] for row in rows if row["label"] == "rank 0 measured"
-    )
+    assert [row["place"] for row in rows] == [PARTS.index(row["part"]) for row in rows]
+    assert encoding["order"]["field"] == "place"
     assert marks(spec)["rect"] == len(rows)
 
 
