@@ -162,6 +162,7 @@ _EMPTY = pl.DataFrame(
         "layer": pl.String,
         "site": pl.UInt64,
         "call_name": pl.String,
+        "label": pl.String,
         "launch_ns": pl.Int64,
     }
 )
@@ -304,6 +305,8 @@ def _describe_calls(calls: pl.DataFrame, frames: _Frames) -> pl.DataFrame:
     table = pl.concat(
         [calls.select("start_ns", "end_ns", "name", "call", "correlation", "event_id"), around], how="horizontal"
     )
+    # A label's sequence number is another one each step; without it the same call has the same name in every step.
+    table = table.with_columns(label="name", name=pl.col("name").str.replace(r"^((?:comm|wait)::.*) seq=\d+", "$1"))
     site = pl.struct(pl.col("path").fill_null(0), "name").hash(2)
     kind = pl.col("call").replace_strict(
         {
@@ -346,14 +349,15 @@ def _host_comm(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
         "start_ns", "event_id"
     )
     runs = runs.with_columns(collective=classify(name, COMM_TYPES)).with_columns(from_end=from_end)
-    issues = host.filter((pl.col("call") == "launch") & name.str.contains(COMM_LABEL)).sort("start_ns")
+    label = pl.col("label")
+    issues = host.filter((pl.col("call") == "launch") & label.str.contains(COMM_LABEL)).sort("start_ns")
     issues = issues.select(
         "correlation",
-        collective=name.str.extract(COMM_LABEL, 2),
-        group=name.str.extract(COMM_LABEL, 3),
-        comm_seq=name.str.extract(COMM_LABEL, 4).cast(pl.Int64),
-        comm_bytes=name.str.extract(COMM_LABEL, 5).cast(pl.Int64),
-        peer=name.str.extract(COMM_LABEL, 7).cast(pl.Int32),
+        collective=label.str.extract(COMM_LABEL, 2),
+        group=label.str.extract(COMM_LABEL, 3),
+        comm_seq=label.str.extract(COMM_LABEL, 4).cast(pl.Int64),
+        comm_bytes=label.str.extract(COMM_LABEL, 5).cast(pl.Int64),
+        peer=label.str.extract(COMM_LABEL, 7).cast(pl.Int32),
     ).with_columns(from_end=from_end)
     paired = runs.drop("correlation").join(issues, on=["collective", "from_end"], how="left")
     p2p = pl.col("collective").is_in(["send", "recv"])
