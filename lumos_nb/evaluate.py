@@ -110,17 +110,15 @@ def with_pooled_costs(graph: Graph, costs: PooledCosts) -> Graph:
     # Behind the wait for ranks without a trace lies an estimate: the two together are what was measured, so both stay.
     absent = graph.ops.filter(pl.col("name") == ABSENT).select(src="op_id")
     estimated = graph.edges.filter(pl.col("rule") == "collective").join(absent, on="src", how="semi")["dst"]
+    through = graph.edges.filter(pl.col("rule") == "delay").select(dst="src", to="dst")
     ops = ops.with_columns(
-        dur_ns=pl.when(
-            here & (pl.col("kind") == "unexplained") & pl.col("device").is_not_null() & (pl.col("name") != ABSENT)
-        )
+        dur_ns=pl.when(here & pl.col("op_id").is_in(through["dst"].implode()))
         .then(0)
         .when(here & pl.col("kind").is_in(POOLED_KINDS) & ~pl.col("op_id").is_in(estimated.implode()))
         .then(pooled)
         .otherwise("dur_ns"),
         delay_ns=pl.when(here).then(pl.col("delay_ns").fill_null(0).round().cast(pl.Int64)).otherwise(0),
     )
-    through = graph.edges.filter(pl.col("rule") == "delay").select(dst="src", to="dst")
     about = ops.select("rank", "site", "nth", "delay_ns", to="op_id")
     edges = graph.edges.join(through, on="dst", how="left", maintain_order="left").with_columns(
         to=pl.coalesce("to", "dst")
