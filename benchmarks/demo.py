@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import polars as pl
 
 import lumos_nb as ln
 from lumos_nb import datasets
-from lumos_nb.display import format_ns, text_table
+from lumos_nb.display import text_table
 from lumos_nb.evaluate import mechanistic, what_ifs
 from lumos_nb.graph import Recording
 
@@ -64,12 +63,23 @@ def _tight(result: ln.Result) -> pl.DataFrame:
     return off.sort("slack_ns").select("rank", "lane", "name", "dur_ns", "slack_ns").head(5)
 
 
+def _noise(folder: Path) -> float:
+    """How far equal steps scatter that nothing was attached to; equal means of the same logged delay."""
+    steps = pl.read_csv(folder / "steps.csv").group_by("step").agg(pl.col("wall_ns").max())
+    log = folder / "delays.csv"
+    if log.exists():
+        delays = pl.read_csv(log).filter(pl.col("phase") == "timed").group_by("step").agg(pl.col("delay_ms").max())
+        steps = steps.join(delays, on="step")
+    else:
+        steps = steps.with_columns(delay_ms=0)
+    middle = pl.col("wall_ns").median().over("delay_ms")
+    return float(steps.select(((pl.col("wall_ns") - middle).abs() / middle).median()).item())
+
+
 def _predictions(recording: Recording, folder: Path) -> str:
     """Measured, predicted, null and noise of every step."""
     scored = mechanistic(recording)
-    timed = pl.read_csv(folder / "steps.csv").group_by("step").agg(pl.col("wall_ns").max())["wall_ns"]
-    middle = statistics.median(timed)
-    noise = statistics.median(abs(wall_ns - middle) for wall_ns in timed) / middle
+    noise = _noise(folder)
     table = scored.select(
         "step",
         "measured_ns",
@@ -81,7 +91,7 @@ def _predictions(recording: Recording, folder: Path) -> str:
     caption = (
         "Step times: measured; predicted from each step's own computation and the *other* steps' gaps, waits and\n"
         "transfers; null (the step before, unchanged).\n"
-        f"Noise of the unprofiled step: {noise:.1%} (median distance from its median of {format_ns(middle)})."
+        f"Noise: equal unprofiled steps lie {noise:.1%} apart (median distance from their median)."
     )
     return text_table(table, caption=caption)
 
