@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import polars as pl
 import pytest
 
@@ -9,6 +11,7 @@ from lumos_nb.critical_path import replay
 from lumos_nb.errors import GraphError
 from lumos_nb.graph import build_graph
 from lumos_nb.schema import EDGES, OPS
+from lumos_nb.traces.run import load_run
 from tests.trace_builder import (
     ENGINE,
     ZERO_NS,
@@ -20,6 +23,7 @@ from tests.trace_builder import (
     second_step,
     spans,
     step_us,
+    write_kineto,
 )
 
 HOST = ("cpu", "gap", "launch")
@@ -398,7 +402,7 @@ def test_the_report_counts_links_by_rule_and_evidence_and_the_time_that_hangs_on
     assert counted["launch", "evidence: exact"][0] == 3
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables and files -----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_in_an_order_that_edges_only_go_down():
@@ -407,3 +411,21 @@ def test_rows_are_in_an_order_that_edges_only_go_down():
     assert (EDGES.check(graph.edges)["src"] < graph.edges["dst"]).all()
     assert graph.ops["dur_ns"].min() >= 0
     assert graph.edges["lag_ns"].min() >= 0
+
+
+def test_a_trace_read_from_a_file_gives_the_same_graph(tmp_path: Path):
+    def body(trace: Trace, step: int, s: float) -> None:
+        backward(trace, step, s)
+        trace.op("aten::mm", s + 400, s + 460, sequence=step)
+        trace.launch("a", (s + 410, s + 414), (s + 420, s + 520.125))
+        record = trace.record(s + 415, s + 416)
+        trace.wait_event(s + 417, s + 418, (20, 7, record))
+        trace.launch("b", (s + 420, s + 424), (s + 520.125, s + 550), stream=20)
+        trace.copy("Memcpy DtoH (Device -> Pageable)", (s + 430, s + 460), (s + 550, s + 555.5), stream=20)
+
+    trace = repeated(body)
+    read = build_graph(load_run(write_kineto(trace, tmp_path / "rank-0.json"), cache=False), 2)
+    made = graph_of(trace, step=2)
+    assert read.ops.equals(made.ops)
+    assert read.edges.equals(made.edges)
+    assert read.report.equals(made.report)

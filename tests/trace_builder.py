@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -185,3 +186,22 @@ def spans(source: Graph | Result, name: str, rank: int | None = None) -> list[tu
 
 def step_us(graph: Graph) -> float:
     return replay(graph).step_ns / 1000
+
+
+def write_kineto(trace: Trace, path: Path) -> Path:
+    """The trace as the file that the profiler would have written."""
+    events = []
+    for row in trace.rows:
+        given = {"device": "device", "stream": "stream", "correlation": "correlation", "sequence": "Sequence number"}
+        args = {key: row[column] for column, key in given.items() if row.get(column) is not None}
+        place = (row["device"], row["stream"]) if row.get("device") is not None else (4711, row["thread"])
+        times = {"ts": (row["start_ns"] - ZERO_NS) / 1000, "dur": row["dur_ns"] / 1000}
+        args |= json.loads(row["args"])
+        events.append(
+            {"ph": "X", "cat": row["category"], "name": row["name"], "pid": place[0], "tid": place[1], "args": args}
+            | times
+        )
+    info = {"rank": trace.rank, "world_size": trace.world_size or 1}
+    whole = {"schemaVersion": 1, "baseTimeNanoseconds": ZERO_NS, "distributedInfo": info, "traceEvents": events}
+    path.write_text(json.dumps(whole))
+    return path
