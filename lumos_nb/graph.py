@@ -326,7 +326,7 @@ def _finished(
     edges = edges.join(number, left_on="src", right_on="id", maintain_order="left").join(
         number, left_on="dst", right_on="id", suffix="_dst", maintain_order="left"
     )
-    edges = edges.with_columns(src="op_id", dst="op_id_dst")
+    edges = edges.with_columns(src="op_id", dst="op_id_dst").sort("src", "dst")  # joins keep no order
     ops = numbered.with_columns(phase=pl.col("phase").fill_null("other")).select(
         *(pl.col(c).cast(t) for c, t in OPS.columns.items()), *KEPT
     )

@@ -402,7 +402,7 @@ def test_the_report_counts_links_by_rule_and_evidence_and_the_time_that_hangs_on
     assert counted["launch", "evidence: exact"][0] == 3
 
 
-# --- tables and files -----------------------------------------------------------------------------------------------------------
+# --- tables and files -------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_in_an_order_that_edges_only_go_down():
