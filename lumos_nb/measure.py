@@ -107,7 +107,7 @@ def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.
         latent=(pl.col("rule").is_in(LATENCY_RULES) & pl.col("dst_kind").is_in([*DEVICE_KINDS, "event", "launch"]))
         | wakes,
     )
-    timed = timed.with_columns(binds=pl.col("apart_ns") == pl.col("apart_ns").min().over("dst"))
+    timed = _binding(timed.with_columns(binds=pl.col("apart_ns") == pl.col("apart_ns").min().over("dst")))
     usual = (
         timed.filter(pl.col("latent") & pl.col("binds") & ~pl.col("from_start") & (pl.col("apart_ns") >= 0))
         .group_by("rank", "rule")
@@ -137,6 +137,23 @@ def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.
     )
     timed = timed.with_columns(lag_ns=pl.col("lag_ns") + pl.when(small).then("delay_ns").otherwise(0))
     return _delays(rows, timed, left.filter(pl.col("delay_ns") > MIN_DELAY_NS))
+
+
+def _binding(timed: pl.DataFrame) -> pl.DataFrame:
+    """Edges with `binds`: a row hangs on what ended last, but on its launch wherever that explains when it started.
+
+    What passes between two kernels that a slow host launches one by one is no latency of the stream, even if it is
+    shorter than that of a launch. The latencies of launches are those of streams that were idle.
+    """
+    launch = pl.col("rule") == "launch"
+    idle = (
+        timed.filter(launch & pl.col("binds") & ~pl.col("from_start") & (pl.col("apart_ns") >= 0))
+        .group_by("rank")
+        .agg(idle_ns=pl.col("apart_ns").quantile(USUAL, "lower"))
+    )
+    timed = timed.join(idle, on="rank", how="left", maintain_order="left")
+    explains = launch & (pl.col("from_start") | (pl.col("apart_ns") <= pl.col("idle_ns")))
+    return timed.with_columns(binds=pl.when(explains.any().over("dst")).then(launch).otherwise("binds")).drop("idle_ns")
 
 
 def _delays(rows: pl.DataFrame, edges: pl.DataFrame, delays: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

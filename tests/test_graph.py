@@ -92,6 +92,18 @@ def test_launch_latency_is_learned_from_kernels_whose_stream_was_idle():
     assert spans(scaled(graph, first=2), "second") == [(1220, 1250)]
 
 
+@pytest.mark.parametrize("lasts", [4, 3, 2], ids=lambda lasts: f"{8 - lasts} between kernels, 5 after each launch")
+def test_what_passes_between_kernels_that_a_slow_host_launches_is_no_latency_of_the_stream(lasts: float):
+    def body(trace: Trace, step: int, s: float) -> None:
+        for n in range(20):
+            trace.launch("k", (s + 8 * n, s + 8 * n + 4), (s + 8 * n + 9, s + 8 * n + 9 + lasts))
+
+    graph = second_step(body)
+    assert spans(graph, "k")[-1] == (1161, 1161 + lasts)
+    # A launch every 4 then, the last back at 78, and its kernel 5 later unless the stream is still busy.
+    assert spans(scaled(graph, host(0.5)), "k")[-1] == (1083, 1083 + lasts)
+
+
 def test_kernels_of_one_stream_keep_their_order():
     def body(trace: Trace, step: int, s: float) -> None:
         for n in range(3):
