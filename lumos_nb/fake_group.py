@@ -242,7 +242,8 @@ def _fake_group(world_size: int, rank: int) -> Iterator[None]:
         try:
             yield
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():  # the user's code may have left the job itself
+                dist.destroy_process_group()
 
 
 @contextmanager
@@ -342,8 +343,10 @@ def dry_run(
     >>> run = ln.dry_run(train_step, world_size=64, rank=3, setup=make_model)      # doctest: +SKIP
     >>> run.totals()                                                              # doctest: +SKIP
     """
-    if not 0 <= rank < world_size:
-        raise CaptureError(f"dry_run got rank={rank} of world_size={world_size}; give 0 <= rank < world_size.")
+    if not all(isinstance(number, int) for number in (rank, world_size)) or not 0 <= rank < world_size:
+        raise CaptureError(
+            f"dry_run got rank={rank!r} of world_size={world_size!r}; give whole numbers, 0 <= rank < world_size."
+        )
     log = _Log()
     with ExitStack() as stack:
         stack.enter_context(_fake_group(world_size, rank))

@@ -34,6 +34,7 @@ from lumos_nb.labels import label_collectives
 
 T = TypeVar("T")
 PROFILER_WARMUP_STEPS = 1  # the profiler's buffers are allocated in it; it is thrown away
+_UNDER_WAY: list[Path] = []  # the folder of the capture that this process is recording
 
 
 class Phase(Protocol):
@@ -220,7 +221,11 @@ class Recorder:
         return self._running.name if self._running else "outside"
 
     def __enter__(self) -> Self:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._refuse_a_second()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CaptureError(f"{self.folder} cannot be made ({error}); give another folder.") from error
         rank = world()[0]
         old = [*self.folder.glob("rank-*.json.gz"), *self.folder.glob("capture.json")]
         if any(path.name == "capture.json" or path.name.startswith(f"rank-{rank}.") for path in old):
@@ -228,7 +233,18 @@ class Recorder:
                 f"{self.folder} already holds a capture ({old[0].name}, ...); give another folder or remove it first."
             )
         self._next_phase()
+        _UNDER_WAY.append(self.folder)
         return self
+
+    def _refuse_a_second(self) -> None:
+        """Raise if something records already: torch has one profiler a process, and a second start may crash it."""
+        import torch
+
+        other = f"a capture into {_UNDER_WAY[0]}" if _UNDER_WAY else "a torch profiler"
+        if _UNDER_WAY or torch._C._autograd._profiler_enabled():
+            raise CaptureError(f"{other} is recording in this process; leave its context before another capture.")
+        if self.steps_done:
+            raise CaptureError(f"this capture into {self.folder} has been used; make another one with ln.capture.")
 
     def step(self) -> None:
         """End an iteration. After the last phase it does nothing."""
@@ -254,6 +270,7 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         phase = self.phase
+        _UNDER_WAY.clear()
         if not self.done:
             self._abandon()
         if kind is None and phase != "done":
@@ -374,8 +391,13 @@ def capture(
         ("timed", timed, 0),
         ("executed", executed, 0),
     ):
-        if value < least:
-            raise CaptureError(f"capture got {name}={value}; give {least} or more.")
+        if type(value) is not int or value < least:
+            raise CaptureError(f"capture got {name}={value!r}; give a whole number, {least} or more.")
+    try:
+        given = dict(arguments or {})
+        json.dumps(given)
+    except (TypeError, ValueError) as error:
+        raise CaptureError(f"capture got arguments={arguments!r}: {error}; give names with values for JSON.") from error
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise CaptureError(f'capture got device={device!r}, which torch does not see here; give "cpu" or leave it out.')
@@ -386,7 +408,7 @@ def capture(
         _Traced(steps, path / f"rank-{rank}.json.gz", device, annotate, record_shapes),
         _Executed(executed, path / f"rank-{rank}.et.json.gz", annotate),
     ]
-    return Recorder(path, phases, device, {"annotate": annotate, "record_shapes": record_shapes, **(arguments or {})})
+    return Recorder(path, phases, device, {"annotate": annotate, "record_shapes": record_shapes, **given})
 
 
 def _compress(raw: Path, target: Path) -> None:

@@ -273,6 +273,11 @@ def test_an_error_of_the_users_code_passes_and_ends_the_job() -> None:
     assert not dist.is_initialized()
 
 
+def test_code_that_leaves_the_job_itself_is_no_error() -> None:
+    assert dry_run(dist.destroy_process_group, 8).ops.is_empty()
+    assert not dist.is_initialized()
+
+
 def test_a_running_job_is_not_disturbed() -> None:
     def nested() -> None:
         with pytest.raises(CaptureError, match=r"already initialised.*destroy_process_group"):
@@ -282,7 +287,7 @@ def test_a_running_job_is_not_disturbed() -> None:
     dry_run(nested, 8)
 
 
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_a_rank_outside_the_job_is_refused(rank: int) -> None:
+@pytest.mark.parametrize("rank", [-1, 4, 1.5])
+def test_a_rank_outside_the_job_is_refused(rank: float) -> None:
     with pytest.raises(CaptureError, match=f"rank={rank} of world_size=4"):
         dry_run(lambda: None, 4, rank)

@@ -207,6 +207,36 @@ def test_a_second_capture_does_not_mix_with_the_first(alone: Path) -> None:
     assert (alone / "capture.json").exists()
 
 
+def test_a_capture_inside_a_capture_is_refused_and_ends_both(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CaptureError, match=r"capture into \S+outer is recording in this process"),
+        short(tmp_path / "outer") as outer,
+        short(tmp_path / "inner"),
+    ):
+        pass
+    assert outer.phase == "outside"
+    loop(lambda: None, tmp_path / "inner")
+
+
+def test_a_capture_inside_a_profiler_is_refused(tmp_path: Path) -> None:
+    with torch.profiler.profile(), pytest.raises(CaptureError, match="a torch profiler is recording"):
+        short(tmp_path / "x").__enter__()
+
+
+def test_a_capture_that_ended_early_is_not_taken_up_again(tmp_path: Path) -> None:
+    recorder = short(tmp_path / "x")
+    with pytest.raises(CaptureError, match="the loop ended after 1"), recorder:
+        recorder.step()
+    with pytest.raises(CaptureError, match="has been used; make another one"):
+        recorder.__enter__()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CaptureError, match=r"file/x cannot be made .*another folder"):
+        short(tmp_path / "file" / "x").__enter__()
+
+
 def test_a_step_outside_the_capture_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="outside the capture"):
         short(tmp_path / "x").step()
@@ -215,9 +245,11 @@ def test_a_step_outside_the_capture_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"steps": 0}, "steps=0; give 1 or more"),
-        ({"timed": -1}, "timed=-1; give 0 or more"),
+        ({"steps": 0}, "steps=0; give a whole number, 1 or more"),
+        ({"timed": -1}, "timed=-1; give a whole number, 0 or more"),
+        ({"steps": 1.5}, "steps=1.5; give a whole number"),
         ({"device": "tpu"}, "device='tpu'"),
+        ({"arguments": {"model": object()}}, "not JSON serializable; give names with values for JSON"),
     ],
 )
 def test_counts_and_devices_are_checked(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
