@@ -190,6 +190,18 @@ def test_one_file_of_another_format_is_an_error(folder: Path) -> None:
         load_run(folder / "et.json")
 
 
+def test_ranks_of_jobs_of_different_sizes_are_no_run(folder: Path) -> None:
+    write(folder / "a.json", "x", rank=0, world_size=2)
+    write(folder / "b.json", "x", rank=1, world_size=8)
+    with pytest.raises(RunError, match=r"a\.json of 2 ranks; \S+b\.json of 8 ranks\. Give each job a folder"):
+        load_run(folder)
+
+
+def test_a_path_that_the_system_refuses_is_named() -> None:
+    with pytest.raises(RunError, match=r"x cannot be read: .*too long"):
+        load_run("x" * 5000)
+
+
 def test_a_damaged_rank_is_an_error_even_in_a_folder(folder: Path) -> None:
     write(folder / "rank0.json", "x")
     (folder / "rank1.json").write_bytes(b"")
@@ -260,7 +272,7 @@ def test_without_cache_nothing_is_written(folder: Path, cache_folder: Path, read
     assert not cache_folder.exists()
 
 
-@pytest.mark.parametrize("damage", ["garbage", "cut", "empty", "another table", "rows missing"])
+@pytest.mark.parametrize("damage", ["garbage", "cut", "empty", "another table", "rows missing", "no count of events"])
 def test_a_damaged_cache_is_read_again_reported_and_mended(
     folder: Path, cache_folder: Path, reads: list[str], damage: str
 ) -> None:
@@ -269,6 +281,9 @@ def test_a_damaged_cache_is_read_again_reported_and_mended(
     [entry] = cache_folder.iterdir()
     if damage == "another table":
         pl.DataFrame({"a": [1]}).write_parquet(entry)
+    elif damage == "no count of events":
+        own = json.dumps({"metadata": {}, "notes": [], "count": len(first.events)})
+        pl.read_parquet(entry).write_parquet(entry, metadata={"lumos_nb": own})
     elif damage == "rows missing":
         metadata = pl.read_parquet_metadata(entry)
         pl.read_parquet(entry).head(1).write_parquet(entry, metadata={"lumos_nb": metadata["lumos_nb"]})
@@ -354,6 +369,13 @@ def test_an_executor_gives_the_same_run(folder: Path, workers: Any, cached: bool
     with workers() as executor:
         assert_same(load_run(folder, executor=executor, cache=cached), alone)
         assert_same(load_run(folder, executor=executor, cache=cached), alone)
+
+
+def test_a_pool_that_forks_is_refused_for_it_would_hang(folder: Path) -> None:
+    write(folder / "rank0.json", "x")
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=fork) as executor, pytest.raises(RunError, match=r"forks.*\"spawn\""):
+        load_run(folder, executor=executor)
 
 
 def test_an_error_in_a_worker_is_the_same_error(folder: Path) -> None:

@@ -89,7 +89,7 @@ def load(target: Path) -> Kineto:
         entry = json.loads(pl.read_parquet_metadata(target)[_ENTRY])
         events = EVENTS.check(pl.read_parquet(target))
         notes = pl.DataFrame(entry["notes"], schema=NOTES, orient="row")
-        if len(events) == entry["count"]:
+        if isinstance(entry["metadata"]["event_count"], int) and len(events) == entry["count"]:
             return Kineto(events, entry["metadata"], notes)
     except (pl.exceptions.PolarsError, SchemaError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{target} is no parse of ours: {error}") from error

@@ -22,6 +22,9 @@ READ_BYTES = 1 << 20  # of the file at a time
 INFLATE_BYTES = 1 << 16  # of text at a time: what a damaged file may lose before the damage
 
 _INFLATE_ERROR: type[Exception] = isal_zlib.IsalError  # type: ignore[assignment]  # the stub calls it an instance
+UNDECODABLE = (msgspec.MsgspecError, RecursionError)
+"""What decoders raise for text that they cannot read, the latter where it nests a thousand deep."""
+
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _BETWEEN_WINDOW_BYTES = 1 << 16
 _SPACE = b" \t\r\n"
@@ -88,7 +91,7 @@ class EventStream(Generic[T]):
     blocks
         The text of the file.
     decode
-        Decodes the text of an array of events, or raises `msgspec.MsgspecError`.
+        Decodes the text of an array of events, or raises one of `UNDECODABLE`.
     rescue
         Decodes one event, given its text and byte offset, whatever it takes.
 
@@ -160,7 +163,7 @@ class EventStream(Generic[T]):
         if cut and _is_utf8(text):
             try:
                 return self.decode(b"[" + text + b"]"), self._after(buffer, cut)
-            except msgspec.MsgspecError:
+            except UNDECODABLE:
                 pass
         return self._take_singly(buffer)
 
@@ -171,7 +174,7 @@ class EventStream(Generic[T]):
         self.junk += sum(buffer[a:b].strip(_SPACE) != b"," for (_, a), (b, _) in itertools.pairwise(spans))
         try:
             batch = self.decode(b"[" + b",".join(texts) + b"]")
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             batch = [self.rescue(text, self.offset + start) for text, (start, _) in zip(texts, spans, strict=True)]
         if end is not None:
             self.closed, self.tail = True, buffer[end:]

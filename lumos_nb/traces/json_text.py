@@ -111,7 +111,7 @@ def surrounding(head: bytes, tail: bytes) -> tuple[dict[str, Any], bool]:
     for tries, end in enumerate(_endings(tail)):
         try:
             decoded = json.loads((head + end).decode("utf-8-sig", errors="replace"), strict=False)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(decoded, dict):
             return decoded, tries == 0

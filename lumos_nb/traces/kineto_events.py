@@ -14,7 +14,7 @@ import polars as pl
 
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.exact import LATEST_NS, integer, integers, nanoseconds, strings
-from lumos_nb.traces.json_stream import Blocks, EventStream
+from lumos_nb.traces.json_stream import UNDECODABLE, Blocks, EventStream
 from lumos_nb.traces.json_text import mend
 
 CATEGORIES = {
@@ -145,11 +145,11 @@ class EventTable:
         """Decode one event that is not quite JSON, or stand in for one that cannot be read."""
         try:
             return _decode_event(msgspec.json.format(text, indent=-1))
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             reason = f"{error}: {text[:80]!r}"
         try:
             event = _decode_event(msgspec.json.format(mend(text), indent=-1))
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             self._count("unreadable", f"the event at byte {offset:,}: {reason}")
             return Event(ph=UNREADABLE)
         self._count("mended", f"the event at byte {offset:,}: {reason}")
@@ -211,13 +211,13 @@ class EventTable:
     def _decode_args(self, texts: list[bytes]) -> list[Args]:
         try:
             return _decode_args(b"[" + b",".join(texts) + b"]")
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             pass
         args, odd = [], 0
         for text in texts:
             try:
                 args.append(_decode_one_args(text))
-            except msgspec.MsgspecError:
+            except UNDECODABLE:
                 args.append(Args())
                 odd += 1
         self._count("odd arguments", "args of a type that no event has: kept as text, ids in them are not read", odd)
@@ -242,7 +242,7 @@ class EventTable:
         for (key, pid, tid), raw in self._names.items():
             try:
                 value = msgspec.json.decode(raw, type=dict[str, Any])
-            except msgspec.MsgspecError:
+            except UNDECODABLE:
                 continue
             if key == "thread_name":
                 threads.append({"pid": pid, "tid": tid, "name": value.get("name")})

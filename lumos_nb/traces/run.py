@@ -98,7 +98,8 @@ def load_run(path: str | Path, *, executor: Executor | None = None, cache: bool 
     path
         A folder, whose `*.json` and `*.json.gz` files are taken (not those of its sub-folders), or one file.
     executor
-        Reads the files in parallel; None reads them one after the other in this process.
+        Reads the files in parallel; None reads them one after the other in this process. A pool of processes must not
+        fork: give `ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))`.
     cache
         Keep what was parsed as Parquet, by content, and use it next time: in the folder that the environment variable
         `LUMOS_NB_CACHE` names, else beside the files where that folder is the user's own, else in the user's cache.
@@ -111,7 +112,8 @@ def load_run(path: str | Path, *, executor: Executor | None = None, cache: bool 
     Raises
     ------
     RunError
-        There is no such path, no trace in it, or two files claim one rank.
+        There is no such path, no trace in it, two files claim one rank or speak of jobs of different sizes, a file
+        cannot be opened, or the executor forks.
     TraceError
         A file is damaged beyond use. Files of other formats are no error beside traces; the report names them.
 
@@ -121,20 +123,37 @@ def load_run(path: str | Path, *, executor: Executor | None = None, cache: bool 
     >>> run.report  # doctest: +SKIP
     """
     path = Path(path)
-    files, others = _files(path)
-    read = partial(_read, cache=cache, by_path=executor is not None, strict=path.is_file())
+    _refuse_forks(executor)
     parsed: list[tuple[Path, Kineto]] = []
-    for file, outcome in zip(files, executor.map(read, files) if executor else map(read, files), strict=True):
-        if isinstance(outcome, str):
-            others.append((file, outcome))
-        else:
-            parsed.append((file, _loaded(file, outcome) if isinstance(outcome, Path) else outcome))
+    try:
+        files, others = _files(path)
+        read = partial(_read, cache=cache, by_path=executor is not None, strict=path.is_file())
+        for file, outcome in zip(files, executor.map(read, files) if executor else map(read, files), strict=True):
+            if isinstance(outcome, str):
+                others.append((file, outcome))
+            else:
+                parsed.append((file, _loaded(file, outcome) if isinstance(outcome, Path) else outcome))
+    except OSError as error:  # no right to read, a name that is too long, a disk that fails
+        raise RunError(f"{path} cannot be read: {error}. Put that right, or leave the file out.") from error
     if not parsed:
         named = "; ".join(f"{file.name}: {why}" for file, why in others[:3]) or "it is empty"
         raise RunError(
             f"{path} holds no Kineto trace ({named}). Give a folder of *.json or *.json.gz traces, or one file."
         )
     return _run(_numbered(parsed), others)
+
+
+def _refuse_forks(executor: Executor | None) -> None:
+    """Raise for a pool whose workers are forks: polars' threads are not there in a fork, which waits for them for ever.
+
+    It is what ProcessPoolExecutor does by default on Linux before Python 3.14.
+    """
+    context = getattr(executor, "_mp_context", None)
+    if context is not None and context.get_start_method() == "fork":
+        raise RunError(
+            "the executor forks this process, and polars hangs in a fork; give "
+            'ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")), or threads.'
+        )
 
 
 def _files(path: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
@@ -229,6 +248,7 @@ def _run(ranks: list[tuple[int, str, Path, Kineto]], others: list[tuple[Path, st
     report += [(None, str(path), "not read", 1, why) for path, why in others]
     rows = [_rank_row(rank, source, path, kineto) for rank, source, path, kineto in ranks]
     table = pl.DataFrame(rows, schema=RANKS, orient="row")
+    _refuse_two_jobs(table)
     world = table["world_size"].max()
     if isinstance(world, int) and world > len(ranks):
         report.append((None, None, "missing ranks", world - len(ranks), f"the files speak of {world} ranks"))
@@ -239,6 +259,14 @@ def _run(ranks: list[tuple[int, str, Path, Kineto]], others: list[tuple[Path, st
         pl.DataFrame(report, schema=REPORT, orient="row"),
         {rank: kineto.metadata for rank, _, _, kineto in ranks},
     )
+
+
+def _refuse_two_jobs(ranks: pl.DataFrame) -> None:
+    """Raise if files speak of jobs of different sizes: their ranks are not ranks of one run."""
+    stated = ranks.drop_nulls("world_size").unique("world_size", keep="first", maintain_order=True)
+    if len(stated) > 1:
+        said = "; ".join(f"{path} of {size} ranks" for path, size in stated.select("path", "world_size").head(3).rows())
+        raise RunError(f"the files are of different jobs: {said}. Give each job a folder of its own.")
 
 
 def _rank_row(rank: int, source: str, path: Path, kineto: Kineto) -> tuple[Any, ...]:
