@@ -383,24 +383,12 @@ def capture(
     ...         train_step(batch)
     >>> run = ln.load_run("runs/x")                          # doctest: +SKIP
     """
-    import torch
-
-    for name, value, least in (
-        ("steps", steps, 1),
-        ("warmup", warmup, 0),
-        ("timed", timed, 0),
-        ("executed", executed, 0),
-    ):
+    counts = (("steps", steps, 1), ("warmup", warmup, 0), ("timed", timed, 0), ("executed", executed, 0))
+    for name, value, least in counts:
         if type(value) is not int or value < least:
             raise CaptureError(f"capture got {name}={value!r}; give a whole number, {least} or more.")
-    try:
-        given = dict(arguments or {})
-        json.dumps(given)
-    except (TypeError, ValueError) as error:
-        raise CaptureError(f"capture got arguments={arguments!r}: {error}; give names with values for JSON.") from error
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise CaptureError(f'capture got device={device!r}, which torch does not see here; give "cpu" or leave it out.')
+    given = _json_values(arguments)
+    device = _seen_device(device)
     path, rank = Path(folder), world()[0]
     phases: list[Phase] = [
         _WarmUp(warmup),
@@ -409,6 +397,27 @@ def capture(
         _Executed(executed, path / f"rank-{rank}.et.json.gz", annotate),
     ]
     return Recorder(path, phases, device, {"annotate": annotate, "record_shapes": record_shapes, **given})
+
+
+def _seen_device(device: str | None) -> str:
+    """The device asked for, or the best that torch sees."""
+    import torch
+
+    seen = torch.cuda.is_available()
+    chosen = device or ("cuda" if seen else "cpu")
+    if chosen not in ("cpu", "cuda") or (chosen == "cuda" and not seen):
+        raise CaptureError(f'capture got device={device!r}, which torch does not see here; give "cpu" or leave it out.')
+    return chosen
+
+
+def _json_values(arguments: Mapping[str, object] | None) -> dict[str, object]:
+    """`arguments` as a dict that JSON can hold."""
+    try:
+        given = dict(arguments or {})
+        json.dumps(given)
+    except (TypeError, ValueError) as error:
+        raise CaptureError(f"capture got arguments={arguments!r}: {error}; give names with values for JSON.") from error
+    return given
 
 
 def _compress(raw: Path, target: Path) -> None:

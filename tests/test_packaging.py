@@ -104,7 +104,7 @@ def test_the_package_imports_what_it_declares_and_declares_what_it_imports():
 
 def test_tests_and_benchmarks_use_what_is_declared():
     scripts = [path for folder in ("tests", "benchmarks", "datasets") for path in (ROOT / folder).rglob("*.py")]
-    local = {path.stem for path in scripts} | {"benchmarks", "conftest", "datasets", "tests"}
+    local = {canonicalize_name(path.stem) for path in scripts} | {"benchmarks", "conftest", "datasets", "tests"}
     assert {name for path in [*scripts, ROOT / "conftest.py"] for name, _ in imports(path)} <= DECLARED.keys() | local
 
 
