@@ -28,7 +28,7 @@ from lumos_nb._replay_kernels import (
 )
 from lumos_nb.errors import GraphError, ScenarioError
 from lumos_nb.graph import Graph
-from lumos_nb.schema import EDGES, OPS, TableSchema
+from lumos_nb.schema import EDGES, OPS, TableSchema, require
 
 _OPS = TableSchema(
     "op",
@@ -37,6 +37,7 @@ _OPS = TableSchema(
 )
 _EDGES = TableSchema("edge", {c: EDGES.columns[c] for c in ("src", "dst", "lag_ns", "from_start", "rule", "evidence")})
 _RANKS = 2**32  # more than there are ranks
+LONGEST_NS = 2**62  # ends and differences of ends stay in an int64 below it
 _SHOWN = 8  # ops of a cycle that its error names
 
 
@@ -69,9 +70,11 @@ class Plan:
             An op is repeated, an edge names an unknown op, a duration or lag is missing or negative, no op has a step,
             or the edges make a cycle. The message names the op or edge.
         """
+        require(graph, "edges")
         ops, edges = _OPS.check(graph.ops), _EDGES.check(graph.edges)
         _check_ops(ops)
         _check_lags(edges)
+        _check_sum(ops["dur_ns"], edges["lag_ns"])
         src, dst = _rows_of_ends(ops, edges)
         n, e = len(ops), len(edges)
         row = np.arange(n, dtype=np.int32)
@@ -137,6 +140,16 @@ def _check_lags(edges: pl.DataFrame) -> None:
         )
 
 
+def _check_sum(*times_ns: pl.Series) -> None:
+    """Raise if all durations and lags one after the other might not fit into an int64."""
+    total_ns = sum(times.cast(pl.Float64).sum() for times in times_ns)
+    if total_ns >= LONGEST_NS:
+        raise GraphError(
+            f"durations and lags add up to {total_ns:.3g} ns, which is over a century: they can't be in nanoseconds; "
+            "give times in ns."
+        )
+
+
 def _rows_of_ends(ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[Int32s, Int32s]:
     """Rows of ops that the edges join: src (e,), dst (e,)."""
     ids = ops["op_id"].to_numpy()
@@ -196,8 +209,11 @@ def _describe(op: dict[str, object]) -> str:
 
 
 def _step_groups(ops: pl.DataFrame) -> tuple[Int32s, pl.DataFrame]:
-    """Each op's (rank, step), if it takes part in the end of one: ops on devices, or all where there is no device."""
-    on_device = pl.col("device").is_not_null()
+    """Each op's (rank, step), if it takes part in the end of one: ops on devices, or all where there is no device.
+
+    Points of events are no work: they don't end a step.
+    """
+    on_device = pl.col("device").is_not_null() & (pl.col("kind") != "event").fill_null(value=True)
     counts = pl.col("step").is_not_null() & (on_device | ~on_device.any())
     rank = pl.col("rank").cast(pl.Int64).fill_null(-1)
     key = ops.select(pl.when(counts).then(pl.col("step").cast(pl.Int64) * _RANKS + rank + 1)).to_series()

@@ -5,6 +5,8 @@ One row a pattern; CUDA, HIP and gloo names map to the same words, so no rule el
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import polars as pl
 
 CALL_PATTERNS: tuple[tuple[str, str], ...] = (
@@ -63,6 +65,15 @@ COLLECTIVE_WAITS = (
     r"fsdp|FullyShard"
 )
 """Operators and annotations in which a stream waits for a collective issued earlier: c10d's Work.wait and its users."""
+
+
+def arguments(args: pl.Series, fields: Mapping[str, pl.DataType]) -> pl.DataFrame:
+    """The named arguments of events, one column each; null where there is none, or one of another type."""
+    try:
+        return args.str.json_decode(pl.Struct(fields)).struct.unnest()
+    except pl.exceptions.ComputeError:  # numbers in quotes, lists in their place, no JSON: what can be read
+        found = {name: args.str.json_path_match(f'$["{name}"]') for name in fields}
+        return pl.DataFrame({name: found[name].cast(dtype, strict=False) for name, dtype in fields.items()})
 
 
 def classify(name: pl.Expr, patterns: tuple[tuple[str, str], ...]) -> pl.Expr:

@@ -138,7 +138,7 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     ends = ops.filter(pl.col("match").is_not_null()).select(
         "match", "rank", "collective", end_ns=pl.col("start_ns") + pl.col("dur_ns")
     )
-    first = pl.lit(ends["rank"].min(), pl.Int32)
+    first = pl.lit((ends if ends.height else ops)["rank"].min(), pl.Int32)
     offsets = pl.select(rank=first, offset=pl.lit(0, pl.Int64), residual=pl.lit(0, pl.Int64), count=pl.lit(0, pl.Int64))
     pools = (ends.filter(pl.col("collective").is_in(SYMMETRIC)), ends)
     while found := [rows for pool in pools if (rows := _offsets(pool, offsets)).height]:
@@ -160,7 +160,15 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
             "residual",
         ),
     )
-    return shifted.drop("offset"), report
+    alone = ops.select("rank").unique().filter(pl.col("rank") != first).join(offsets, on="rank", how="anti")
+    unknown = alone.sort("rank").select(
+        what=pl.lit("rank clock unknown"),
+        rank="rank",
+        count=pl.lit(0, pl.Int64),
+        time_ns=pl.lit(None, pl.Int64),
+        detail=pl.format("no collective ties it to rank {}: its clock is as it was", first),
+    )
+    return shifted.drop("offset"), pl.concat([report, unknown])
 
 
 def _offsets(ends: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:

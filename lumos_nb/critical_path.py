@@ -263,8 +263,8 @@ def sweep(
     --------
     >>> sweep(graph, [{"scenario": "kernels", "kernel": 0.5}, {"scenario": "launches", "lag:launch": 0, "launch": 0.5}])
     """
-    if block < 1:
-        raise ScenarioError(f"block={block}: a block has at least one scenario.")
+    if type(block) is not int or block < 1:
+        raise ScenarioError(f"block={block!r}: a block is a whole number of scenarios, at least one.")
     plan = Plan.of(graph)
     swept = SweepPlan.of(graph, plan, by)
     labels, scale = _scales(scenarios, swept.classes)
@@ -319,10 +319,16 @@ def _scales(
     """Labels (k,) and scales (classes, k) of scenarios."""
     if isinstance(scenarios, pl.DataFrame):
         frame = scenarios
-    elif isinstance(scenarios, Sequence):
-        frame = pl.DataFrame([dict(s) for s in scenarios], infer_schema_length=None, strict=False)
-    else:
+    elif isinstance(scenarios, Sequence) and all(isinstance(scenario, Mapping) for scenario in scenarios):
+        named = [{str(c): scale for c, scale in scenario.items()} for scenario in scenarios]
+        frame = pl.DataFrame(named, infer_schema_length=None, strict=False)
+    elif hasattr(scenarios, "to_dict") and hasattr(scenarios, "columns"):
         frame = pl.DataFrame({str(c): v for c, v in scenarios.to_dict("list").items()}, strict=False)
+        frame = frame.with_columns(pl.col(pl.Float64).fill_nan(None))  # what pandas has for null
+    else:
+        raise ScenarioError(
+            f"scenarios are a {type(scenarios).__name__}; give a list of mappings from class to scale, or a dataframe."
+        )
     rows = pl.Series("scenario", range(len(frame)), pl.Int64)
     labels = frame["scenario"] if "scenario" in frame.columns else rows
     scale = np.ones((len(classes), len(frame)))

@@ -5,6 +5,7 @@
     │   └── UnsupportedFormat   a known format that another reader takes
     ├── RunError            the files of a folder do not make one run
     ├── SchemaError         a table lacks a column, or has one of the wrong type
+    ├── InputError          an argument is of another kind than the function takes
     ├── GraphError          ops and edges that no execution could follow
     ├── ScenarioError       a what-if that names unknown classes or impossible scales
     └── CaptureError        a training loop could not be recorded
@@ -29,6 +30,10 @@ class RunError(LumosError):
 
 class SchemaError(LumosError):
     """A table lacks a column, has one of the wrong type, or repeats a key."""
+
+
+class InputError(LumosError, TypeError):
+    """An argument is of another kind than the function takes; the message says what gives one."""
 
 
 class GraphError(LumosError):

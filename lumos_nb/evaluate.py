@@ -161,10 +161,10 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
     times = recording.step_times()
-    chosen = list(steps) if steps is not None else times["step"].to_list()[1:]
+    chosen = list(dict.fromkeys(map(recording.known_step, steps if steps is not None else times["step"][1:])))
     if len(chosen) < 2:
         raise GraphError(f"a prediction from other steps needs at least two steps besides the first, not {chosen}.")
-    measured = dict(times.select("step", "step_ns").iter_rows())
+    measured = _measured(times)
     rows = []
     for place, step in enumerate(chosen):
         others = PooledCosts.of(build_graph(recording, other, unseen=step) for other in chosen if other != step)
@@ -174,13 +174,19 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
     return pl.DataFrame(rows)
 
 
+def _measured(times: pl.DataFrame) -> dict[int, int]:
+    """Step -> its time. A step of no time has no error: its work had ended before the step before it."""
+    for step in times.filter(pl.col("step_ns") <= 0)["step"].head(1):
+        raise GraphError(f"step {step} took no time by the trace: all its work had ended when the step before it did.")
+    return dict(times.select("step", "step_ns").iter_rows())
+
+
 def _scored(graph: Graph, measured_ns: int, null_ns: int) -> dict[str, object]:
     result = replay(graph)
-    share = (
-        result.composition.filter(pl.col("kind").is_in(["cpu", "gap", "alloc", "launch"]))["time_ns"].sum()
-        / result.step_ns
+    share = result.composition.filter(pl.col("kind").is_in(["cpu", "gap", "alloc", "launch"]))["time_ns"].sum() / max(
+        result.step_ns, 1
     )
-    waited = result.composition.filter(pl.col("kind") == "wait")["time_ns"].sum() / result.step_ns
+    waited = result.composition.filter(pl.col("kind") == "wait")["time_ns"].sum() / max(result.step_ns, 1)
 
     def error(predicted_ns: int) -> float:
         return predicted_ns / measured_ns - 1
@@ -233,12 +239,12 @@ def what_ifs(graph: Graph) -> pl.DataFrame:
     return swept.select(
         change="scenario",
         step_ns="step_ns",
-        times=pl.col("step_ns") / base,
+        times=pl.when(base > 0).then(pl.col("step_ns") / base),
         bound_ns=pl.Series(bounds, dtype=pl.Float64),
     )
 
 
-DELAY_MARK = r"^delay=([0-9.]+)"
+DELAY_MARK = r"^delay=([0-9]+(?:\.[0-9]+)?)(?:ms)?$"
 """Host work that a recording names so was delayed by that many milliseconds on purpose."""
 
 
@@ -256,12 +262,16 @@ def delayed_steps(run: Run | Recording) -> pl.DataFrame:
         others' waiting for it).
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
-    times = dict(recording.step_times().filter(~pl.col("edge")).select("step", "step_ns").iter_rows())
+    times = _measured(recording.step_times().filter(~pl.col("edge")))
     graphs = {step: build_graph(recording, step) for step in times}
     logged = {step: _logged_delay(graph) for step, graph in graphs.items()}
     delayed = [mark for mark in logged.values() if mark is not None]
     if not delayed:
         raise GraphError("no step logs a delay; the recording needs a range named 'delay=<ms>ms' around it.")
+    if len({delay_ns for delay_ns, _ in delayed}) < 2:
+        raise GraphError(
+            f"every logged delay is {delayed[0][0]} ns; a prediction needs steps that were delayed otherwise."
+        )
     rank = delayed[0][1]
     rows = []
     for step, measured_ns in times.items():

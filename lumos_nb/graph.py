@@ -11,7 +11,7 @@ from lumos_nb import lanes, measure, rules
 from lumos_nb.clocks import align_clocks
 from lumos_nb.errors import GraphError
 from lumos_nb.ops import build_ops, step_marks
-from lumos_nb.schema import DEVICE_KINDS, EDGES, OPS
+from lumos_nb.schema import DEVICE_KINDS, EDGES, EVENTS, OPS, require
 from lumos_nb.traces.run import Run
 from lumos_nb.waits import find_waits, identify, sync_records
 
@@ -69,12 +69,14 @@ class Recording:
     @classmethod
     def of(cls, run: Run) -> Recording:
         """Put a run's events on one clock and cut them into ops."""
+        require(run, "events")
+        steps = _step_numbers(step_marks(EVENTS.check(run.events)))
         ops, report = align_clocks(build_ops(run.events))
-        report = pl.concat([report, _unlaunched(ops)])
+        ops, overlaps = lanes.in_turn(ops)
+        report = pl.concat([report, overlaps, _unlaunched(ops)])
         stated = run.ranks["world_size"].max()
         held = run.ranks.height
         world_size = max(held, int(stated)) if isinstance(stated, int) else held
-        steps = tuple(step_marks(run.events)["step"].unique().sort().to_list())
         if not steps:
             report = pl.concat([report, _UNMARKED.cast(report.schema)])
         return cls(identify(ops), sync_records(run.events), world_size, report, steps or (0,))
@@ -121,16 +123,39 @@ class Recording:
             edge=pl.col("step").is_in([first, self.steps[-1]]) & (len(self.steps) > 1),
         )
 
+    def known_step(self, step: object) -> int:
+        """`step`, if it is one whose beginning is known."""
+        known: list[int] = self.step_times()["step"].to_list()
+        if step not in known:
+            raise GraphError(f"step {step!r} is not in the recording or has no known beginning; choose one of {known}.")
+        return known[known.index(step)]
+
     def default_step(self) -> int:
         """The step of median length, not counting the first and last profiled ones if there are others."""
         times = self.step_times()
         if times.is_empty():
+            lost = self.ops.filter(pl.col("device").is_not_null() & pl.col("step").is_null()).height
             raise GraphError(
-                "the recording has no op of any step: neither a runtime call, an operator nor device work."
+                f"none of the recording's {lost} device ops has its launch in the trace, so that none belongs to a "
+                "step; record the host's calls as well (ProfilerActivity.CPU)."
+                if lost
+                else "the recording has no op of any step: neither a runtime call, an operator nor device work."
             )
         inner = times.filter(~pl.col("edge"))
         chosen = inner if inner.height else times
         return int(chosen.sort("step_ns")["step"][chosen.height // 2])
+
+
+def _step_numbers(marks: pl.DataFrame) -> tuple[int, ...]:
+    """The steps that the profiler marked, rising on each thread: else the steps of two profiles would be one."""
+    distinct = marks.unique(["rank", "thread", "step", "start_ns"]).sort("rank", "thread", "start_ns")
+    fallen = distinct.filter((pl.col("step").diff() <= 0).over("rank", "thread"))
+    for rank, step, start_ns in fallen.select("rank", "step", "start_ns").head(1).iter_rows():
+        raise GraphError(
+            f"rank {rank} marks step {step} (ProfilerStep#{step}, at {start_ns} ns) after a step of that or a higher "
+            "number: its trace holds more than one profile; give each a file, and load one."
+        )
+    return tuple(marks["step"].unique().sort().to_list())
 
 
 def _unlaunched(ops: pl.DataFrame) -> pl.DataFrame:
@@ -183,14 +208,10 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     >>> graph = build_graph(load_run("runs/gpt"), step=3)  # doctest: +SKIP
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
-    step = recording.default_step() if step is None else step
+    step = recording.known_step(recording.default_step() if step is None else step)
     here = recording.ops.filter(pl.col("step") == step)
-    known = recording.step_times()
-    if step not in known["step"]:
-        raise GraphError(
-            f"step {step} is not in the recording or has no known beginning; choose one of {known['step'].to_list()}."
-        )
-    waits = find_waits(recording.ops, recording.records, step, step if unseen is None else unseen)
+    unseen = step if unseen is None else recording.known_step(unseen)
+    waits = find_waits(recording.ops, recording.records, step, unseen)
     sizes = rules.queue_size(recording.ops, cuda=_is_cuda(recording.ops))
     queue = rules.launch_queue(recording.ops, sizes)
     rows, edges, notes = _rows_and_edges(recording, here, waits, queue, step)

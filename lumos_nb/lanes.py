@@ -38,6 +38,30 @@ def has_role(role: int) -> pl.Expr:
     return (pl.col("id") >= 0) & (pl.col("id") % len(ROLES) == role)
 
 
+def in_turn(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Raw ops of which those of one stream do not overlap, and a report of what that cut off.
+
+    A stream runs its work in order; where a trace shows an op before the end of the one before it (programmatic
+    dependent launch, rounding, an event that stands there twice), what counts of it is what goes on after that end.
+    """
+    lane = ["rank", "lane"]
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    on_stream = pl.col("device").is_not_null() & pl.col("lane").is_not_null()
+    before_ns = pl.when(on_stream).then(end_ns.cum_max().shift(1).over(lane, order_by=["start_ns", "op_id"]))
+    start_ns = pl.max_horizontal("start_ns", before_ns)
+    cut = ops.with_columns(start_ns=start_ns, dur_ns=(end_ns - start_ns).clip(0), was_ns="dur_ns", from_ns="start_ns")
+    report = (
+        cut.filter(pl.col("start_ns") > pl.col("from_ns"))
+        .group_by("rank")
+        .agg(count=pl.len().cast(pl.Int64), time_ns=(pl.col("was_ns") - pl.col("dur_ns")).sum())
+        .sort("rank")
+    )
+    detail = pl.lit("ops that begin before the one before them on their stream ends: they count from that end")
+    return cut.drop("was_ns", "from_ns"), report.select(
+        what=pl.lit("overlaps on a stream"), rank="rank", count="count", time_ns="time_ns", detail=detail
+    )
+
+
 def usual_issues(ops: pl.DataFrame, full_queue: pl.Series) -> pl.DataFrame:
     """`rank`, `call_name`, `typical_ns`: what issuing costs by itself, the median over the calls that did not block.
 

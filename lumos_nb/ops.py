@@ -17,6 +17,7 @@ from lumos_nb.calls import (
     ENGINE_OPERATORS,
     HOST_COMM,
     STEP_MARK,
+    arguments,
     classify,
 )
 from lumos_nb.schema import EVENTS, OPS
@@ -97,15 +98,11 @@ def build_ops(events: pl.DataFrame) -> pl.DataFrame:
 
 def step_marks(events: pl.DataFrame) -> pl.DataFrame:
     """The profiler's step marks: `rank`, `step`, `thread`, `start_ns`, `end_ns` (the next mark's start if any)."""
+    number = pl.col("name").str.extract(STEP_MARK).cast(pl.Int32, strict=False)
     marks = (
         events.filter(pl.col("thread").is_not_null() & pl.col("name").str.contains(STEP_MARK))
-        .select(
-            "rank",
-            pl.col("name").str.extract(STEP_MARK).cast(pl.Int32).alias("step"),
-            "thread",
-            "start_ns",
-            end_ns=pl.col("start_ns") + pl.col("dur_ns"),
-        )
+        .select("rank", number.alias("step"), "thread", "start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+        .drop_nulls("step")
         .sort("rank", "start_ns")
     )
     following = pl.col("start_ns").shift(-1).over("rank")
@@ -225,7 +222,7 @@ class _Frames:
         top = call_stacks.outermost(self.parent, (frames["category"] == "cpu_op").to_numpy(writable=True) | ~holds)
         tops = top == np.arange(top.size)
         self.cuts = np.unique(np.concatenate([self.start[tops], self.end[tops]]))
-        inherited = frames.select(phase=_PHASE, micro_batch=pl.col("name").str.extract(_MICRO_BATCH).cast(pl.Int32))
+        inherited = frames.select(phase=_PHASE, micro_batch=_MICRO_BATCH)
         paths = pl.Series(call_stacks.path_hash(self.parent, frames["name"].hash(1).to_numpy(writable=True)))
         self.table = pl.DataFrame(
             {
@@ -269,7 +266,7 @@ _PHASE = (
     .when(pl.col("sequence").is_not_null() & (pl.col("category") == "cpu_op"))
     .then(pl.lit("forward"))
 )
-_MICRO_BATCH = r"(?i)micro_?batch[ =#:]*(\d+)"
+_MICRO_BATCH = pl.col("name").str.extract(r"(?i)micro_?batch[ =#:]*(\d+)").cast(pl.Int32, strict=False)
 
 
 def _clip(calls: pl.DataFrame) -> pl.DataFrame:
@@ -355,9 +352,9 @@ def _host_comm(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
         "correlation",
         collective=label.str.extract(COMM_LABEL, 2),
         group=label.str.extract(COMM_LABEL, 3),
-        comm_seq=label.str.extract(COMM_LABEL, 4).cast(pl.Int64),
-        comm_bytes=label.str.extract(COMM_LABEL, 5).cast(pl.Int64),
-        peer=label.str.extract(COMM_LABEL, 7).cast(pl.Int32),
+        comm_seq=label.str.extract(COMM_LABEL, 4).cast(pl.Int64, strict=False),
+        comm_bytes=label.str.extract(COMM_LABEL, 5).cast(pl.Int64, strict=False),
+        peer=label.str.extract(COMM_LABEL, 7).cast(pl.Int32, strict=False),
     ).with_columns(from_end=from_end)
     paired = runs.drop("correlation").join(issues, on=["collective", "from_end"], how="left")
     p2p = pl.col("collective").is_in(["send", "recv"])
@@ -427,9 +424,9 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
 
 def _communication(device: pl.DataFrame) -> pl.DataFrame:
     """Mark the communication kernels and say which collective each is, of how many bytes, in which group."""
-    decoded = pl.col("own_args").str.json_decode(pl.Struct(COMM_ARGUMENTS))
     is_comm = (pl.col("kind") == "kernel") & pl.col("name").str.contains(COMM_KERNELS)
-    comm = device.filter(is_comm).with_columns(decoded.alias("arguments")).unnest("arguments")
+    comm = device.filter(is_comm)
+    comm = comm.with_columns(arguments(comm["own_args"], COMM_ARGUMENTS))
     if comm.is_empty():
         return device
     stated = classify(pl.col("Collective name"), COMM_TYPES)
@@ -439,7 +436,7 @@ def _communication(device: pl.DataFrame) -> pl.DataFrame:
         "event_id",
         pl.coalesce(stated, around, classify(pl.col("name"), COMM_TYPES), pl.lit("unknown")).alias("collective"),
         group=pl.col("Process Group Name"),
-        group_size=pl.col("Group size").cast(pl.Int32),
+        group_size=pl.col("Group size").cast(pl.Int32, strict=False),
         comm_bytes=elements * pl.col("dtype").replace_strict(ELEMENT_BYTES, default=None),
         comm_seq=pl.col("Seq"),
     )

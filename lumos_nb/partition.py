@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.errors import GraphError, LumosError, SchemaError
 from lumos_nb.graph import Recording, build_graph
-from lumos_nb.schema import OPS
+from lumos_nb.schema import OPS, require
 from lumos_nb.traces.run import Run
 
 PARTS = (
@@ -43,6 +43,8 @@ CLAIM_PARTS = [
 ]  # fmt: skip
 ACTIVITIES = {"compute": (COMPUTE,), "comm": (TRANSFER,), "wait": (WAIT,), "copy": (COPY,)}
 
+MAX_BINS = 5_000_000  # of all devices, so that a series stays under a gigabyte
+
 Int64s = NDArray[np.int64]
 
 
@@ -56,7 +58,10 @@ class HasOps(Protocol):
 
 def _step_of(source: HasOps | Run) -> HasOps:
     """The table of one step: a graph's or a result's own, of a run that of its step of median length."""
-    return build_graph(source) if isinstance(source, (Run, Recording)) else source
+    if isinstance(source, (Run, Recording)):
+        return build_graph(source)
+    require(source, "ops")
+    return source
 
 
 def step_intervals(source: HasOps | Run) -> pl.DataFrame:
@@ -155,14 +160,18 @@ def activity(source: HasOps | Run, *, bin_ns: int = 1_000_000) -> pl.DataFrame:
         bin, on the op table's clock), `kind`, `busy_ns` (exact), `share` (`busy_ns / bin_ns`). Kinds are compute, comm
         (transfers), wait (a collective holds its stream while it waits for peers), copy, and any (one or more of them).
     """
-    if bin_ns < 1:
-        raise LumosError(f"bin_ns is {bin_ns}; a bin needs at least 1 ns. The default, 1_000_000, is a millisecond.")
+    if type(bin_ns) is not int or not 1 <= bin_ns < 2**62:
+        raise LumosError(f"bin_ns is {bin_ns!r}; give whole ns, 1 or more. The default, 1_000_000, is a millisecond.")
     ops = _numbered(_step_of(source))
     intervals = _intervals(ops)
     claims = _claims(ops, intervals)
     devices = ops.select("rank", "device").unique().filter(pl.col("device").is_not_null())
     series = intervals.join(devices, on="rank", how="left").sort("rank", "device")
     bins = (pl.col("end_ns") - pl.col("begin_ns") + bin_ns - 1) // bin_ns
+    if (n_bins := series.select(bins.sum()).item()) > MAX_BINS:
+        raise LumosError(
+            f"bin_ns={bin_ns} makes {n_bins:,} bins of the step; give one that makes at most {MAX_BINS:,}."
+        )
     series = series.with_columns(bins=bins).with_columns(offset=(bins.cum_sum() - bins) * bin_ns)
     claims = _clip(claims, series, on=["rank", "device"])
     edges = np.arange(series.select(pl.sum("bins")).item() + 1) * bin_ns
@@ -270,7 +279,7 @@ def _intervals(ops: pl.DataFrame) -> pl.DataFrame:
     last_step = ops.select(pl.max("step")).item()
     if last_step is None:
         raise GraphError("The op table has no op of any step, so that there is none to break down.")
-    has_device = pl.col("device").is_not_null()
+    has_device = pl.col("device").is_not_null() & (pl.col("kind") != "event")
     counted = ops.with_columns(
         on_device=(has_device & (pl.col("step") == last_step)).any().over("rank"),
         end_ns=pl.col("start_ns") + pl.col("dur_ns"),
@@ -279,6 +288,8 @@ def _intervals(ops: pl.DataFrame) -> pl.DataFrame:
         begin_ns=pl.col("end_ns").filter(pl.col("step") == last_step - 1).max().fill_null(ops["start_ns"].min()),
         end_ns=pl.col("end_ns").filter(pl.col("step") == last_step).max(),
     )
+    if idle := ends.filter(pl.col("end_ns").is_null())["rank"].sort().to_list():
+        raise GraphError(f"rank {idle[0]} has no op of step {last_step}; choose a step that all ranks have.")
     for bad in ends.filter((pl.col("end_ns") < pl.col("begin_ns")).fill_null(True)).iter_rows(named=True):
         raise GraphError(
             f"Step {last_step} of rank {bad['rank']} ends at {bad['end_ns']} ns, the one before at {bad['begin_ns']}; "

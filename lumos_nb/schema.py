@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from lumos_nb.errors import SchemaError
+from lumos_nb.errors import InputError, SchemaError
 
 DEVICE_KINDS = ("kernel", "memcpy", "memset", "comm")
 """Kinds of op that occupy a device stream."""
@@ -41,6 +41,8 @@ class TableSchema:
 
         Columns beyond the schema are kept, after the schema's own.
         """
+        if not isinstance(frame, pl.DataFrame):
+            raise SchemaError(f"the {self.name} table is a {type(frame).__name__}; give a polars DataFrame.")
         if missing := [c for c in self.columns if c not in frame.columns]:
             raise SchemaError(
                 f"{self.name} table lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns) or 'none'}."
@@ -57,6 +59,25 @@ class TableSchema:
     def empty(self) -> pl.DataFrame:
         """A table of no rows."""
         return pl.DataFrame(schema=dict(self.columns))
+
+
+_TABLES = {
+    "events": "a Run: load_run(path) gives one",
+    "edges": "a Graph: build_graph(run) gives one, and a Result has its own as .graph",
+    "ops": "a Graph or a Result: build_graph(run) gives one, replay(graph) the other",
+}
+
+
+def require(source: object, table: str) -> None:
+    """Raise InputError unless `source` is what has such a table: events, edges (and ops), or ops.
+
+    Raises
+    ------
+    InputError
+        It is something else; the message says what gives the right thing.
+    """
+    if not hasattr(source, table):
+        raise InputError(f"this takes {_TABLES[table]}; it was given a {type(source).__name__}.")
 
 
 EVENTS = TableSchema(

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import polars as pl
 
-from lumos_nb.errors import GraphError
-from lumos_nb.graph import Graph
-from lumos_nb.schema import DEVICE_KINDS
+from lumos_nb.errors import GraphError, SchemaError
+from lumos_nb.graph import KEPT, Graph
+from lumos_nb.schema import DEVICE_KINDS, EDGES, OPS, require
 
 
 def repeat(graph: Graph, times: int = 4) -> Graph:
@@ -35,8 +35,14 @@ def repeat(graph: Graph, times: int = 4) -> Graph:
     --------
     >>> replay(repeat(build_graph(run))).step_ns  # doctest: +SKIP
     """
-    if times < 2:
-        raise GraphError(f"a steady state needs at least 2 repetitions, not {times}.")
+    if type(times) is not int or times < 2:
+        raise GraphError(f"a steady state needs a whole number of at least 2 repetitions, not {times!r}.")
+    require(graph, "edges")
+    EDGES.check(graph.edges)
+    if missing := [column for column in KEPT if column not in OPS.check(graph.ops).columns]:
+        raise SchemaError(f"op table lacks column(s) {', '.join(missing)}, which build_graph gives; repeat its graph.")
+    if graph.ops.filter(pl.col("kind") != "boundary").is_empty():
+        raise GraphError("the graph has no op of its step to repeat, only what was going on when it began.")
     boundary = graph.ops.filter(pl.col("kind") == "boundary")
     own = graph.ops.filter(pl.col("kind") != "boundary")
     inner = graph.edges.join(boundary.select(src="op_id"), on="src", how="anti").filter(pl.col("rule") != "queue")

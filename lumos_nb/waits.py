@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from lumos_nb.calls import BLOCKING_COPIES, COLLECTIVE_WAITS
+from lumos_nb.calls import BLOCKING_COPIES, COLLECTIVE_WAITS, arguments
 from lumos_nb.repetitions import SITE_KEY, WAKE_HOST_NS, contradicted, first_after, followed, hidden_waits
 from lumos_nb.schema import DEVICE_KINDS
 
@@ -38,10 +38,9 @@ def sync_records(events: pl.DataFrame) -> pl.DataFrame:
         "wait_on_stream": pl.Int64(),
         "wait_on_cuda_event_record_corr_id": pl.Int64(),
     }
-    rows = events.filter(pl.col("category") == "cuda_sync").select(
-        "rank", "correlation", "device", args=pl.col("args").str.json_decode(pl.Struct(fields))
-    )
-    return rows.unnest("args").rename({"wait_on_cuda_event_record_corr_id": "record"})
+    rows = events.filter(pl.col("category") == "cuda_sync")
+    named = rows.select("rank", "correlation", "device").with_columns(arguments(rows["args"], fields))
+    return named.rename({"wait_on_cuda_event_record_corr_id": "record"})
 
 
 def identify(ops: pl.DataFrame) -> pl.DataFrame:

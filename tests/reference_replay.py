@@ -35,10 +35,10 @@ def times_by_loop(graph: Graph, *, grow: dict[int, int] | None = None) -> dict[i
 def step_ends_by_loop(graph: Graph, times: dict[int, tuple[int, int]]) -> dict[int, int]:
     """When each step ends, the latest over ranks: by its ops on devices, if the graph has any."""
     ops = list(graph.ops.iter_rows(named=True))
-    on_devices = any(op["device"] is not None for op in ops)
+    works = [op["device"] is not None and op["kind"] != "event" for op in ops]
     ends: dict[int, int] = defaultdict(int)
-    for op in ops:
-        if op["step"] is not None and (op["device"] is not None or not on_devices):
+    for op, on_device in zip(ops, works, strict=True):
+        if op["step"] is not None and (on_device or not any(works)):
             ends[op["step"]] = max(ends[op["step"]], times[op["op_id"]][1])
     return dict(sorted(ends.items()))
 

@@ -257,7 +257,9 @@ def test_activity_counts_each_device_and_idle_bins():
         pytest.param([op("kernel", 0, -1)], r"Op 1000 \(kernel\) .* dur_ns -1", id="a negative duration"),
         pytest.param([op("kernel", None, 1)], "start_ns None", id="an op without a time"),
         pytest.param(
-            [op("kernel", 0, 1, rank=3, step=0), op("kernel", 0, 1)], "Step 1 of rank 3", id="a rank without the step"
+            [op("kernel", 0, 1, rank=3, step=0), op("kernel", 0, 1)],
+            "rank 3 has no op of step 1",
+            id="a rank without the step",
         ),
         pytest.param(
             [op("kernel", 0, 9, step=0), op("kernel", 0, 1)], "ends at 1 ns", id="a step that ends before it begins"
@@ -319,7 +321,7 @@ def tables(draw: st.DrawFn) -> tuple[Workload, dict[int, list[tuple[str, int, in
             meant = {"unexplained": "host delay" if lane.startswith("cpu") else "device delay"}.get(kind, kind)
             running[rank].append((meant, start, start + dur, 1000 - len(rows), lane))
             rows.append(op(kind, start, dur, lane, rank=rank, layer=draw(st.sampled_from([None, "0", "1"]))))
-        rows.append(op("event", 35 + rank, 0, device_lanes[-1], rank=rank))
+        rows.append(op("memset", 35 + rank, 0, device_lanes[-1], rank=rank))  # the step ends here
     return workload(*rows), running
 
 

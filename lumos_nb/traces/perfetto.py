@@ -18,7 +18,7 @@ import polars as pl
 from isal import igzip
 
 from lumos_nb.errors import TraceError
-from lumos_nb.schema import EVENTS, OPS
+from lumos_nb.schema import EVENTS, OPS, require
 
 _BATCH = 50_000
 _ROLES = ("", "measured", "replayed", "trace")
@@ -97,13 +97,14 @@ def write_perfetto(source: HasOps, path: str | Path, *, run: HasEvents | None = 
     Raises
     ------
     TraceError
-        No op has a start, so that there is nothing to draw.
+        No op has a start, so that there is nothing to draw; or the file cannot be written.
 
     Examples
     --------
     >>> write_perfetto(replay(graph), "step.json.gz")  # doctest: +SKIP
     """
     path = Path(path)
+    require(source, "ops")
     replayed = source if isinstance(source, Replayed) else None
     tables = [_slices(replayed.graph.ops, "measured"), _slices(replayed.ops, "replayed")] if replayed else []
     tables = tables or [_slices(source.ops, "")]
@@ -111,6 +112,7 @@ def write_perfetto(source: HasOps, path: str | Path, *, run: HasEvents | None = 
     if times.is_empty():
         raise TraceError(f"{path} is not written: no op has a start. Replay the graph, and write the result.")
     if run is not None:
+        require(run, "events")
         tables.append(_recorded(run.events, times))
         times = pl.concat([times, tables[-1].select("start_ns", "end_ns")])
     zero_ns = times.select(pl.min("start_ns")).item()
@@ -123,12 +125,19 @@ def write_perfetto(source: HasOps, path: str | Path, *, run: HasEvents | None = 
     if replayed is not None:
         records = chain(records, _arrows(replayed.path, tables[1], zero_ns))
     open_file: Callable[..., IO[bytes]] = igzip.open if path.suffix == ".gz" else open
+    try:
+        _write(open_file, path, zero_ns, records)
+    except OSError as error:
+        raise TraceError(f"{path} cannot be written: {error}. Give a file in a folder that is there.") from error
+    return path
+
+
+def _write(open_file: Callable[..., IO[bytes]], path: Path, zero_ns: int, records: Iterator[_Record]) -> None:
     with open_file(path, "wb") as file:
         file.write(b'{"displayTimeUnit":"ns","baseTimeNanoseconds":%d,"traceEvents":[\n' % zero_ns)
         for n, batch in enumerate(_batches(records)):
             file.write(b",\n" * (n > 0) + msgspec.json.encode(batch)[1:-1])
         file.write(b"\n]}\n")
-    return path
 
 
 def _batches(records: Iterator[_Record]) -> Iterator[list[_Record]]:
