@@ -250,21 +250,18 @@ def _event_waits(
     )
 
 
+def _candidates(waits: pl.DataFrame, order: int, pattern: str, **what: str) -> pl.DataFrame:
+    """Waits that an idiom explains; of several idioms for one call the lowest `order` counts."""
+    known = ("op_id", "rank", "step", "site_key")
+    why = {"order": pl.lit(order), "evidence": pl.lit("pattern"), "pattern": pl.lit(pattern)}
+    return waits.select(*known, **{name: pl.col(column) for name, column in what.items()}, call_ns="start_ns", **why)
+
+
 def _caller_waits(calls: pl.DataFrame) -> pl.DataFrame:
     """Before its kernel a collective makes its own stream wait for the stream of its caller."""
     waits = calls.filter((pl.col("call") == "wait_event") & pl.col("comm_after") & pl.col("plain_before").is_not_null())
-    return waits.select(
-        "op_id",
-        "rank",
-        "step",
-        "site_key",
-        lane="after",
-        record_lane="plain_before",
-        record_ns="start_ns",
-        call_ns="start_ns",
-        order=0,
-        evidence=pl.lit("pattern"),
-        pattern=pl.lit("collective after its caller"),
+    return _candidates(
+        waits, 0, "collective after its caller", lane="after", record_lane="plain_before", record_ns="start_ns"
     )
 
 
@@ -299,18 +296,7 @@ def _collective_waits(calls: pl.DataFrame) -> pl.DataFrame:
         same = operator is not None and issued[last][1] == operator
         taken.append(issued.pop(last if same else next(iter(issued)))[0])
     waits = rows.with_columns(issued=pl.Series(taken, dtype=pl.Int64)).filter(pl.col("issued").is_not_null())
-    return waits.select(
-        "op_id",
-        "rank",
-        "step",
-        "site_key",
-        lane="plain_after",
-        target="issued",
-        call_ns="start_ns",
-        order=1,
-        evidence=pl.lit("pattern"),
-        pattern=pl.lit("wait for a collective"),
-    )
+    return _candidates(waits, 1, "wait for a collective", lane="plain_after", target="issued")
 
 
 def _stream_switches(calls: pl.DataFrame) -> pl.DataFrame:
@@ -325,16 +311,4 @@ def _stream_switches(calls: pl.DataFrame) -> pl.DataFrame:
     )
     switch = (pl.col("awaited") != pl.col("plain_after")) & ~pl.col("comm_after").fill_null(value=False)
     waits = calls.filter((pl.col("call") == "wait_event") & ~pl.col("internal") & switch)
-    return waits.select(
-        "op_id",
-        "rank",
-        "step",
-        "site_key",
-        lane="plain_after",
-        record_lane="awaited",
-        record_ns="awaited_ns",
-        call_ns="start_ns",
-        order=2,
-        evidence=pl.lit("pattern"),
-        pattern=pl.lit("stream switch"),
-    )
+    return _candidates(waits, 2, "stream switch", lane="plain_after", record_lane="awaited", record_ns="awaited_ns")
