@@ -21,7 +21,7 @@ import altair as alt
 import polars as pl
 
 from lumos_nb.display import format_ns, format_share
-from lumos_nb.errors import LumosError, SchemaError
+from lumos_nb.errors import InputError, LumosError, SchemaError
 from lumos_nb.graph import Graph
 from lumos_nb.lane_bars import LaneBars, lane_bars
 from lumos_nb.partition import PARTS, HasOps
@@ -278,6 +278,8 @@ def predicted_vs_measured(
 
 
 def _require(frame: pl.DataFrame, columns: Iterable[str], what: str) -> None:
+    if not isinstance(frame, pl.DataFrame):
+        raise InputError(f"this takes the {what} table, a polars DataFrame; it was given a {type(frame).__name__}.")
     if missing := [c for c in columns if c not in frame.columns]:
         raise SchemaError(f"{what} table lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns)}.")
 

@@ -51,6 +51,9 @@ class PooledCosts:
     lags: pl.DataFrame
     usual_lags: pl.DataFrame
 
+    def __repr__(self) -> str:
+        return f"<PooledCosts of {len(self.by_op):,} ops, {len(self.by_name):,} names, {len(self.lags):,} edges>"
+
     @classmethod
     def of(cls, graphs: Iterable[Graph]) -> PooledCosts:
         """Pool the graphs of several steps of one run."""

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import polars as pl
 
+from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import CaptureError
 from lumos_nb.labels import FUNCTIONAL_OPS, bytes_in, resolve_group, tensors_in
 
@@ -96,6 +97,15 @@ class DryRun:
     world_size: int
     ops: pl.DataFrame
     collectives: pl.DataFrame
+
+    def _title(self) -> str:
+        return f"Rank {self.rank} of {self.world_size}: {len(self.ops):,} ops, {len(self.collectives):,} collectives"
+
+    def __repr__(self) -> str:
+        return text_table(self.totals(), caption=self._title())
+
+    def _repr_html_(self) -> str:
+        return html_table(self.totals(), caption=self._title())
 
     def totals(self) -> pl.DataFrame:
         """Calls and bytes by phase, collective and group, in order of first appearance."""

@@ -9,6 +9,7 @@ import polars as pl
 
 from lumos_nb import lanes, measure, rules
 from lumos_nb.clocks import align_clocks
+from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import GraphError
 from lumos_nb.ops import build_ops, step_marks
 from lumos_nb.schema import DEVICE_KINDS, EDGES, EVENTS, OPS, require
@@ -41,6 +42,24 @@ class Graph:
     report: pl.DataFrame = field(default_factory=pl.DataFrame)
     queue_sizes: Mapping[int, int] = field(default_factory=dict)
 
+    def _title(self) -> str:
+        own = self.ops.filter(pl.col("kind") != "boundary")["step"].unique().drop_nulls().to_list()
+        first = min(own, default=self.step)
+        steps = f"step {self.step}" if first == self.step else f"steps {first} to {self.step}"
+        return f"Graph of {steps}: {len(self.ops):,} ops, {len(self.edges):,} edges (see .ops, .edges, .report)"
+
+    def __repr__(self) -> str:
+        return text_table(_kinds(self.ops), caption=self._title())
+
+    def _repr_html_(self) -> str:
+        return html_table(_kinds(self.ops), caption=self._title())
+
+
+def _kinds(ops: pl.DataFrame) -> pl.DataFrame:
+    """How many ops of each kind there are, and how long they take together."""
+    kinds = ops.group_by("kind").agg(ops=pl.len(), time_ns=pl.col("dur_ns").sum())
+    return kinds.sort("time_ns", "kind", descending=[True, False])
+
 
 @dataclass(frozen=True, slots=True)
 class Recording:
@@ -65,6 +84,17 @@ class Recording:
     world_size: int
     report: pl.DataFrame
     steps: tuple[int, ...]
+
+    def _title(self) -> str:
+        ranks = f"{self.ops['rank'].n_unique()} of {self.world_size} ranks"
+        steps = f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}"
+        return f"Recording of {steps}, on {ranks}: {len(self.ops):,} ops (see .step_times(), .report)"
+
+    def __repr__(self) -> str:
+        return text_table(_kinds(self.ops), caption=self._title())
+
+    def _repr_html_(self) -> str:
+        return html_table(_kinds(self.ops), caption=self._title())
 
     @classmethod
     def of(cls, run: Run) -> Recording:

@@ -10,7 +10,7 @@ import polars as pl
 
 from lumos_nb.errors import LumosError, SchemaError
 from lumos_nb.partition import HasOps
-from lumos_nb.schema import OPS
+from lumos_nb.schema import OPS, require
 
 ACTIVITIES = {
     "kernel": "compute",
@@ -102,6 +102,8 @@ def lane_bars(
     LumosError, SchemaError
         As `charts.timeline`.
     """
+    if not isinstance(source, pl.DataFrame):
+        require(source, "ops")
     ops = OPS.check(source if isinstance(source, pl.DataFrame) else source.ops)
     zero_ns = ops.select(pl.min("start_ns").fill_null(0)).item()
     chosen = ops.filter(pl.col("rank").is_in(list(ranks))) if ranks is not None else ops

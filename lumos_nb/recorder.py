@@ -208,6 +208,9 @@ class Recorder:
         self._running: Phase | None = None
         self.phase_step = 0
 
+    def __repr__(self) -> str:
+        return f"<Recorder of {self.folder}: {self.steps_done} of {self.total_steps} steps, phase {self.phase}>"
+
     @property
     def done(self) -> bool:
         """Whether every phase is complete; further steps are not recorded."""

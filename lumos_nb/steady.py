@@ -29,7 +29,7 @@ def repeat(graph: Graph, times: int = 4) -> Graph:
     Raises
     ------
     GraphError
-        `times` is below 2.
+        `times` is below 2, or the graph is repeated already.
 
     Examples
     --------
@@ -45,6 +45,8 @@ def repeat(graph: Graph, times: int = 4) -> Graph:
         raise GraphError("the graph has no op of its step to repeat, only what was going on when it began.")
     boundary = graph.ops.filter(pl.col("kind") == "boundary")
     own = graph.ops.filter(pl.col("kind") != "boundary")
+    if own["step"].n_unique() > 1:
+        raise GraphError("the graph holds several steps, so it is repeated already; give what build_graph made.")
     inner = graph.edges.join(boundary.select(src="op_id"), on="src", how="anti").filter(pl.col("rule") != "queue")
     between = pl.concat([_lane_to_lane(own), _across(graph, boundary, own)])
     queue = _queue(graph, own, times)

@@ -274,7 +274,9 @@ def test_an_error_of_the_users_code_passes_and_ends_the_job() -> None:
 
 
 def test_code_that_leaves_the_job_itself_is_no_error() -> None:
-    assert dry_run(dist.destroy_process_group, 8).ops.is_empty()
+    left = dry_run(dist.destroy_process_group, 8)
+    assert left.ops.is_empty()
+    assert repr(left).startswith("Rank 0 of 8: 0 ops, 0 collectives")
     assert not dist.is_initialized()
 
 

@@ -141,6 +141,7 @@ def test_step_times_are_of_the_steps(tmp_path: Path) -> None:
     import time
 
     with short(tmp_path / "x", executed=0) as rec:
+        assert repr(rec) == f"<Recorder of {tmp_path / 'x'}: 0 of {rec.total_steps} steps, phase warmup>"
         for _ in rec.wrap(range(rec.total_steps)):
             time.sleep(0.2 if rec.phase == "timed" and rec.phase_step == 1 else 0)
     wall = [int(row["wall_ns"]) for row in read_csv(tmp_path / "x" / "steps.csv")]

@@ -179,6 +179,9 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
 def test_a_folder_without_traces(folder: Path) -> None:
     with pytest.raises(RunError, match="it is empty"):
         load_run(folder)
+    (folder / "step-3").mkdir()
+    with pytest.raises(RunError, match="it holds folders only, which are not read"):
+        load_run(folder)
     (folder / "config.json").write_text('{"tp": 4}')
     with pytest.raises(RunError, match=r"config\.json: .*no profiler trace"):
         load_run(folder)

@@ -151,6 +151,15 @@ def test_fewer_than_two_repetitions_are_refused(times: int):
         repeat(second_step(host_bound), times)
 
 
+def test_a_repeated_graph_says_so_and_is_not_repeated_again():
+    once = second_step(host_bound)
+    twice = repeat(once, 2)
+    assert repr(once).startswith(f"Graph of step {once.step}: {len(once.ops)} ops, {len(once.edges)} edges")
+    assert repr(twice).startswith("Graph of steps 0 to 1: ")
+    with pytest.raises(GraphError, match="it is repeated already"):
+        repeat(twice, 2)
+
+
 def test_repetitions_are_copies_of_the_step_without_its_boundary():
     graph = second_step(synchronised)
     repetitions = repeat(graph, 3)

@@ -13,6 +13,7 @@ from trace_builder import Trace, graph_of, recording_of, repeated, run_of, secon
 
 import lumos_nb as ln
 from lumos_nb.errors import GraphError, InputError, LumosError, ScenarioError, SchemaError, TraceError
+from lumos_nb.evaluate import PooledCosts
 from lumos_nb.graph import Graph
 
 
@@ -242,3 +243,20 @@ def test_delays_that_are_all_the_same_predict_nothing() -> None:
 def test_a_prediction_needs_two_different_steps() -> None:
     with pytest.raises(GraphError, match=r"at least two steps besides the first, not \[2\]"):
         ln.mechanistic(run_of(repeated(usual)), [2, 2])
+
+
+def test_charts_say_what_they_take(graph: Graph) -> None:
+    from lumos_nb import charts
+
+    with pytest.raises(InputError, match="takes the breakdown table, a polars DataFrame; it was given a Graph"):
+        charts.breakdown_bars(graph)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"takes a Graph or a Result: .* it was given a Run"):
+        charts.timeline(run_of(Trace()))  # type: ignore[arg-type]
+
+
+def test_nothing_prints_as_whole_tables(graph: Graph) -> None:
+    """A dataclass's own repr would draw each of its tables."""
+    recording = recording_of(repeated(usual, steps=3))
+    for shown in (graph, recording, PooledCosts.of([graph])):
+        assert "┌" not in repr(shown)
+    assert repr(recording).startswith("Recording of 3 steps, ")

@@ -136,7 +136,8 @@ def load_run(path: str | Path, *, executor: Executor | None = None, cache: bool 
     except OSError as error:  # no right to read, a name that is too long, a disk that fails
         raise RunError(f"{path} cannot be read: {error}. Put that right, or leave the file out.") from error
     if not parsed:
-        named = "; ".join(f"{file.name}: {why}" for file, why in others[:3]) or "it is empty"
+        named = "; ".join(f"{file.name}: {why}" for file, why in others[:3])
+        named = named or ("it holds folders only, which are not read" if any(path.iterdir()) else "it is empty")
         raise RunError(
             f"{path} holds no Kineto trace ({named}). Give a folder of *.json or *.json.gz traces, or one file."
         )
