@@ -126,7 +126,7 @@ class Recording:
         begin_ns = self.ops.filter(pl.col("step") == step)["start_ns"].min()
         ranks = work.group_by("rank").agg(pl.col("device").min()).sort("rank")
         return ranks.join(earlier, on="rank", how="left", maintain_order="left").with_columns(
-            pl.col("at_ns").fill_null(begin_ns)
+            pl.col("at_ns").fill_null(pl.lit(begin_ns, pl.Int64))
         )
 
     def step_times(self) -> pl.DataFrame:
