@@ -24,7 +24,9 @@ def main() -> None:
     run = ln.load_run(folder)
     print(run, "\n")
     print(
-        text_table(run.report.select("rank", "what", "count", "reason").head(8), caption="What was not read, and why"),
+        text_table(
+            run.report.select("rank", "what", "count", "reason"), caption="What was not read, and why", max_rows=8
+        ),
         "\n",
     )
 
@@ -49,7 +51,7 @@ def main() -> None:
         ),
         "\n",
     )
-    print(text_table(what_ifs(graph), caption="What if? Steady state, beside what the busiest lane alone needs"), "\n")
+    print(text_table(what_ifs(graph), caption="What if half as long? Steady state, and the busiest lane alone"), "\n")
 
     out = Path("runs") / f"{name}-step{graph.step}.perfetto.json.gz"
     out.parent.mkdir(exist_ok=True)
