@@ -49,6 +49,8 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
+_PUBLIC_MODULES = ("charts", "datasets")
+
 __all__ = [*_MODULE_OF, "__version__"]
 
 
@@ -59,8 +61,8 @@ if not TYPE_CHECKING:  # else a misspelt name would pass every type checker
             from importlib.metadata import version
 
             value: object = version("lumos-nb")
-        elif name == "datasets":  # a module, and public as one: ln.datasets.path("gpt-ddp")
-            value = importlib.import_module("lumos_nb.datasets")
+        elif name in _PUBLIC_MODULES:  # ln.datasets.path("gpt-ddp"), ln.charts.timeline(result)
+            value = importlib.import_module(f"lumos_nb.{name}")
         elif name in _MODULE_OF:
             value = getattr(importlib.import_module(_MODULE_OF[name]), name)
         else:
@@ -70,4 +72,4 @@ if not TYPE_CHECKING:  # else a misspelt name would pass every type checker
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PUBLIC_MODULES} - {"TYPE_CHECKING", "annotations", "importlib"})

@@ -70,6 +70,7 @@ def test_type_checkers_are_told_the_same_names_from_the_same_modules():
 
 
 def test_names_complete_and_unknown_ones_are_refused():
-    assert set(lumos_nb.__all__) <= set(dir(lumos_nb))
+    assert {*lumos_nb.__all__, "charts", "datasets"} <= set(dir(lumos_nb))
+    assert "importlib" not in dir(lumos_nb)
     with pytest.raises(AttributeError, match="no attribute 'reply'"):
         lumos_nb.reply  # noqa: B018
