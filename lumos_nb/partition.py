@@ -221,7 +221,7 @@ def compare(a: HasOps | Run, b: HasOps | Run) -> pl.DataFrame:
 def _by_level(source: HasOps) -> pl.DataFrame:
     """Attributed time by level and key, summed over ranks."""
     pieces = _attributed(source)
-    keys = {"step": pl.lit("all ranks"), "rank": pl.col("rank").cast(pl.String), "part": pl.col("part")}
+    keys = {"step": pl.lit("all ranks, summed"), "rank": pl.col("rank").cast(pl.String), "part": pl.col("part")}
     values = source.ops.select(LEVELS.values())[pieces["row"].fill_null(0)]
     pieces = pieces.hstack(values)
     for level, column in LEVELS.items():

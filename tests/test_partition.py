@@ -205,7 +205,7 @@ def test_comparison_of_different_numbers_of_ranks_is_by_mean_step():
         *[row for rank in (0, 1) for row in (end_of_step_before(0, rank=rank), op("kernel", 0, 8, rank=rank))]
     )
     step = compare(one, two).filter(pl.col("level") == "step")
-    assert step.rows() == [("step", "all ranks", 10, 16, 6, -2.0)]
+    assert step.rows() == [("step", "all ranks, summed", 10, 16, 6, -2.0)]
 
 
 def late_to_a_collective(dur: int) -> Graph:
