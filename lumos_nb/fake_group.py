@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -235,6 +236,31 @@ def _makes_integers(op: Any, kwargs: dict[str, Any]) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
+def _forget_meshes() -> None:
+    """Empty DTensor's caches, which hold the mesh of the job that filled them.
+
+    Meshes of two ranks of a job compare equal, so a second dry run as another rank would be given the first's mesh: its
+    groups, which are gone, and its local shapes. torch 2.13 finds it in the native cache; a cache that this torch
+    lacks is no error.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for owner, name in (
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
+        (propagator, "propagate_op_sharding.cache.cache_clear"),
+        (propagator, "_propagate_tensor_meta_cached.cache_clear"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (_redistribute, "_gen_transform_infos.cache_clear"),
+    ):
+        try:
+            clear = attrgetter(name)(owner)
+        except AttributeError:
+            continue
+        clear()
+
+
 @contextmanager
 def _fake_group(world_size: int, rank: int) -> Iterator[None]:
     """torch.distributed initialised as `rank` of `world_size` ranks that never answer otherwise than at once."""
@@ -246,6 +272,7 @@ def _fake_group(world_size: int, rank: int) -> Iterator[None]:
             "torch.distributed is already initialised in this process; call dry_run in a process without a job,"
             " or dist.destroy_process_group() first."
         )
+    _forget_meshes()
     names = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     with patch.dict(os.environ, names):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -254,13 +281,12 @@ def _fake_group(world_size: int, rank: int) -> Iterator[None]:
         finally:
             if dist.is_initialized():  # the user's code may have left the job itself
                 dist.destroy_process_group()
+            _forget_meshes()
 
 
 @contextmanager
-def _fake_tensors(log: _Log) -> Iterator[None]:
-    """FakeTensorMode, under which modules can be moved and cast, and DTensor's own trials are not noted."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def _trials_unnoted(log: _Log) -> Iterator[None]:
+    """What DTensor runs to learn the shapes of results is not noted."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"  # runs an op at its global size to learn the shape of its result
@@ -273,6 +299,16 @@ def _fake_tensors(log: _Log) -> Iterator[None]:
         finally:
             log.recording = recording
 
+    with patch.object(ShardingPropagator, name, propagate_unnoted):
+        yield
+
+
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    """FakeTensorMode, under which modules can be moved and cast."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     mode, swap = FakeTensorMode(allow_non_fake_inputs=True), torch.utils.swap_tensors
 
     def swap_tensors(one: Any, other: Any) -> None:
@@ -280,11 +316,7 @@ def _fake_tensors(log: _Log) -> Iterator[None]:
         mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         swap(one, other)  # type: ignore[no-untyped-call]
 
-    with (
-        patch.object(ShardingPropagator, name, propagate_unnoted),
-        patch.object(torch.utils, "swap_tensors", swap_tensors),
-        mode,
-    ):
+    with patch.object(torch.utils, "swap_tensors", swap_tensors), mode:
         yield
 
 
@@ -361,8 +393,9 @@ def dry_run(
     with ExitStack() as stack:
         stack.enter_context(_fake_group(world_size, rank))
         stack.enter_context(_phases(log))
+        stack.enter_context(_trials_unnoted(log))
         if fake:
-            stack.enter_context(_fake_tensors(log))
+            stack.enter_context(_fake_tensors())
         stack.enter_context(_recording_mode(log))
         arguments = () if setup is None else (setup(),)
         log.recording = True

@@ -264,6 +264,24 @@ def test_the_process_is_left_as_it_was() -> None:
     assert run(fsdp_and_tp, SMALL).collectives.equals(first.collectives)
 
 
+def fsdp_and_tp_by_four(config: gpt.GptConfig) -> gpt.Step:
+    mesh = init_device_mesh("cpu", (16, 4), mesh_dim_names=("dp", "tp"))
+    model = shard(gpt.parallelize(gpt.make_model(config, "cpu"), mesh["tp"]), mesh=mesh["dp"])
+    return gpt.plain_step(model, config, "cpu")
+
+
+@pytest.mark.parametrize("fake", [pytest.param(True, id="fake tensors"), pytest.param(False, id="real tensors")])
+@pytest.mark.parametrize("order", [pytest.param((3, 37), id="3 then 37"), pytest.param((37, 3), id="37 then 3")])
+def test_ranks_of_other_groups_run_one_after_the_other(order: tuple[int, int], fake: bool) -> None:
+    runs = {rank: run(fsdp_and_tp_by_four, SMALL, rank=rank, fake=fake) for rank in order}
+    for rank, tensor_ranks in ((3, [0, 1, 2, 3]), (37, [36, 37, 38, 39])):
+        groups = dict(runs[rank].collectives.select("collective", "group_ranks").unique().rows())
+        data_ranks = list(range(rank % 4, 64, 4))
+        assert groups == {"all_reduce": tensor_ranks, "all_gather": data_ranks, "reduce_scatter": data_ranks}
+    assert calls(runs[3]) == calls(runs[37])
+    assert runs[3].ops.equals(runs[37].ops)
+
+
 def test_an_error_of_the_users_code_passes_and_ends_the_job() -> None:
     def broken() -> None:
         raise ZeroDivisionError("mine")
