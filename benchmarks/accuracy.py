@@ -27,7 +27,7 @@ OVERLAPPING = {
     "torchrec_optimizer_3": ("torchrec/sst_long_a2a_optimizer_3", 5.0),
     "torchrec_optimizer_4": ("torchrec/sst_long_a2a_optimizer_4", 1.5),
     "MI300X_resnet": ("tracelens/mi300/resnet_act_checkpoint.json.gz", 1.5),
-    "trace_diff": ("hta/trace_diff/control", 3.0),
+    "trace_diff": ("hta/trace_diff/control", 1.5),
     "ns_resolution": ("hta/ns_resolution_trace", 1.5),
 }
 HOST_BOUND_SHARE = 0.9
@@ -63,7 +63,11 @@ def mechanistic_rows(name: str, scored: pl.DataFrame, target: float | None) -> I
     """Rows of one recording: error beside null, ablation, waiting on the path."""
     error = percent(scored["error"])
     host = float(scored["host_share"].mean())  # type: ignore[arg-type]
-    bound = f"the path is {host:.0%} the host's own: proves nothing" if host > HOST_BOUND_SHARE else ""
+    own = float(scored["own_share"].mean())  # type: ignore[arg-type]
+    bound = f"{own:.0%} of the path is given"
+    bound += f" and {host:.0%} the host's: proves nothing" if host > HOST_BOUND_SHARE else ""
+    if (given := percent(scored["absent_given_error"])) != error:
+        bound += f"; {given:.2f} % with the collectives given whose other ranks have no trace"
     yield Row(
         f"mechanistic/{name}",
         error,
@@ -173,6 +177,9 @@ def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:
         "null",
         null,
         note=f"{steps.height} steps, each predicted from steps with other delays",
+    )
+    yield Row(
+        "delay/error_of_plain_arithmetic", percent(steps["shifted_error"]), "%", note="times plus difference of delays"
     )
     yield Row("delay/error_over_null", error / null, "x", target="<= 0.5")
     late = steps.filter(pl.col("delay_ns") >= 10_000_000)

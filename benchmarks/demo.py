@@ -92,7 +92,7 @@ def _predictions(recording: Recording, folder: Path) -> str:
     )
     caption = (
         "Step times: measured; predicted from each step's own computation and the *other* steps' gaps, waits and\n"
-        "transfers; null (the step before, unchanged).\n"
+        "transfers; null (the step before, unchanged). An injected delay is computation: it is given.\n"
         f"Noise: equal unprofiled steps lie {noise:.1%} apart (median distance from their median)."
     )
     return text_table(table, caption=caption)

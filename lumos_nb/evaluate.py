@@ -21,7 +21,7 @@ from lumos_nb.waits import WAITS, find_waits
 OWN_KINDS = ("kernel", "memcpy", "memset", "cpu", "alloc")
 """What a mechanistic prediction takes from the step that it predicts: computation. All else comes from other steps."""
 
-POOLED_KINDS = ("gap", "launch", "wait", "comm")
+POOLED_KINDS = ("gap", "launch", "wait", "comm", "unexplained")
 
 SAME_OP = ("rank", "kind", "site", "of", "nth")
 """`of`: how many ops of the site the step has. Only where that is equal is the nth here the nth there."""
@@ -86,12 +86,17 @@ def _with_delays(graph: Graph) -> pl.DataFrame:
         .join(graph.ops.select(src="op_id", delay_ns="dur_ns"), on="src")
         .select(op_id="dst", delay_ns="delay_ns")
     )
-    own = graph.ops.filter((pl.col("kind") != "unexplained") & (pl.col("step") == graph.step))
+    own = graph.ops.filter((pl.col("step") == graph.step) & ~pl.col("op_id").is_in(_delay_rows(graph).implode()))
     return (
         own.join(delays, on="op_id", how="left", maintain_order="left")
         .with_columns(pl.col("delay_ns").fill_null(0))
         .select("op_id", *SAME_OP, "name", "dur_ns", "delay_ns")
     )
+
+
+def _delay_rows(graph: Graph) -> pl.Series:
+    """`op_id` of the rows that delay the op behind them: the other unexplained rows stand for waits of their own."""
+    return graph.edges.filter(pl.col("rule") == "delay")["src"]
 
 
 def _named_edges(graph: Graph) -> pl.DataFrame:
@@ -102,22 +107,27 @@ def _named_edges(graph: Graph) -> pl.DataFrame:
     return named.with_columns(to=pl.coalesce("to", "dst")).join(about, on="to").select(*SAME_EDGE, "lag_ns")
 
 
-def with_pooled_costs(graph: Graph, costs: PooledCosts) -> Graph:
-    """The graph of a step with everything but its own computation replaced by what other steps cost."""
+def with_pooled_costs(graph: Graph, costs: PooledCosts, *, absent_given: bool = False) -> Graph:
+    """The graph of a step with everything but its own computation replaced by what other steps cost.
+
+    `absent_given` keeps the step's own collectives where ranks without a trace take part: their lateness is then taken
+    as given, not predicted.
+    """
     ops = graph.ops.with_row_index("row").join(
         costs.by_op, on=SAME_OP, how="left", maintain_order="left", nulls_equal=True
     )
     ops = ops.join(costs.by_name, on=SAME_NAME, how="left", suffix="_name", maintain_order="left")
     pooled = pl.coalesce("mean_ns", "mean_ns_name", "dur_ns").round().cast(pl.Int64)
     here = pl.col("step") == graph.step
-    # Behind the wait for ranks without a trace lies an estimate: the two together are what was measured, so both stay.
-    absent = graph.ops.filter(pl.col("name") == ABSENT).select(src="op_id")
+    # Behind the wait for ranks without a trace lies an estimated transfer: only the two together were measured.
+    absent = graph.ops.filter((pl.col("name") == ABSENT) & absent_given).select(src="op_id")
     estimated = graph.edges.filter(pl.col("rule") == "collective").join(absent, on="src", how="semi")["dst"]
+    given = pl.concat([absent["src"], estimated])
     through = graph.edges.filter(pl.col("rule") == "delay").select(dst="src", to="dst")
     ops = ops.with_columns(
         dur_ns=pl.when(here & pl.col("op_id").is_in(through["dst"].implode()))
         .then(0)
-        .when(here & pl.col("kind").is_in(POOLED_KINDS) & ~pl.col("op_id").is_in(estimated.implode()))
+        .when(here & pl.col("kind").is_in(POOLED_KINDS) & ~pl.col("op_id").is_in(given.implode()))
         .then(pooled)
         .otherwise("dur_ns"),
         delay_ns=pl.when(here).then(pl.col("delay_ns").fill_null(0).round().cast(pl.Int64)).otherwise(0),
@@ -157,10 +167,11 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
     -------
     table
         A row a step: `step`, `measured_ns`, `predicted_ns`, `error`, `null_ns` (the step before, or after the first),
-        `null_error`, then the errors of ablations (`no_events_error`: without waits between streams;
-        `no_waits_error`: without waits of host threads too; `no_joins_error`: without joins of ranks), and of the
-        predicted step `wait_share` (time on its path that only waits) and `host_share` (time on its path that is the
-        host's own: near 1 the error says nothing about the graph).
+        `null_error`, `absent_given_error` (with the step's own collectives where ranks without a trace take part), then
+        the errors of ablations (`no_events_error`: without waits between streams; `no_waits_error`: without waits of
+        host threads too; `no_joins_error`: without joins of ranks), and of the predicted path `wait_share` (that only
+        waits), `host_share` (that is the host's) and `own_share` (that the prediction was given: near 1 the error says
+        nothing about the graph).
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
     times = recording.step_times()
@@ -171,9 +182,10 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
     rows = []
     for place, step in enumerate(chosen):
         others = PooledCosts.of(build_graph(recording, other, unseen=step) for other in chosen if other != step)
-        graph = with_pooled_costs(build_graph(recording, step), others)
+        own = build_graph(recording, step)
+        given = with_pooled_costs(own, others, absent_given=True)
         null = measured[chosen[place - 1] if place else chosen[1]]
-        rows.append(_scored(graph, measured[step], null))
+        rows.append(_scored(with_pooled_costs(own, others), given, measured[step], null))
     return pl.DataFrame(rows)
 
 
@@ -184,15 +196,15 @@ def _measured(times: pl.DataFrame) -> dict[int, int]:
     return dict(times.select("step", "step_ns").iter_rows())
 
 
-def _scored(graph: Graph, measured_ns: int, null_ns: int) -> dict[str, object]:
+def _scored(graph: Graph, given: Graph, measured_ns: int, null_ns: int) -> dict[str, object]:
     result = replay(graph)
-    share = result.composition.filter(pl.col("kind").is_in(["cpu", "gap", "alloc", "launch"]))["time_ns"].sum() / max(
-        result.step_ns, 1
-    )
-    waited = result.composition.filter(pl.col("kind") == "wait")["time_ns"].sum() / max(result.step_ns, 1)
+    path = dict(result.composition.group_by("kind").agg(pl.col("time_ns").sum()).iter_rows())
 
     def error(predicted_ns: int) -> float:
         return predicted_ns / measured_ns - 1
+
+    def share(kinds: Iterable[str]) -> float:
+        return float(sum(path.get(kind, 0) for kind in kinds) / max(result.step_ns, 1))
 
     return {
         "step": graph.step,
@@ -201,11 +213,13 @@ def _scored(graph: Graph, measured_ns: int, null_ns: int) -> dict[str, object]:
         "error": error(result.step_ns),
         "null_ns": null_ns,
         "null_error": error(null_ns),
+        "absent_given_error": error(replay(given).step_ns),
         "no_events_error": error(replay(without_rules(graph, "event")).step_ns),
         "no_waits_error": error(replay(without_rules(graph, "event", "sync")).step_ns),
         "no_joins_error": error(replay(without_rules(graph, "collective")).step_ns),
-        "wait_share": waited,
-        "host_share": share,
+        "wait_share": share(["wait"]),
+        "host_share": share(["cpu", "gap", "alloc", "launch"]),
+        "own_share": share(OWN_KINDS),
     }
 
 
@@ -261,7 +275,8 @@ def delayed_steps(run: Run | Recording) -> pl.DataFrame:
     -------
     table
         A row a step: `step`, `delay_ns`, `delayed_rank`, `measured_ns`, `predicted_ns`, `error`, `null_ns`,
-        `null_error`, `path_share` (of the measured step's path that lies on the delayed rank), `peer_wait_ns` (the
+        `null_error`, `shifted_error` (of plain arithmetic: the other steps' times plus the difference of the delays),
+        `path_share` (of the measured step's path that lies on the delayed rank), `peer_wait_ns` (the
         others' waiting for it).
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
@@ -289,6 +304,7 @@ def delayed_steps(run: Run | Recording) -> pl.DataFrame:
             .sum()
         )
         predicted_ns, null_ns = median(predicted), median(times[s] for s in others)
+        shifted_ns = median(times[s] + delay_ns - (logged[s] or (0, rank))[0] for s in others)
         rows.append(
             {
                 "step": step,
@@ -299,6 +315,7 @@ def delayed_steps(run: Run | Recording) -> pl.DataFrame:
                 "error": predicted_ns / measured_ns - 1,
                 "null_ns": null_ns,
                 "null_error": null_ns / measured_ns - 1,
+                "shifted_error": shifted_ns / measured_ns - 1,
                 "path_share": on_rank,
                 "peer_wait_ns": waits,
             }
