@@ -144,7 +144,7 @@ def with_pooled_costs(graph: Graph, costs: PooledCosts, *, absent_given: bool = 
     )
     lag = pl.coalesce("pooled_ns", "usual_ns", "lag_ns").round().cast(pl.Int64)
     delay = pl.when(pl.col("rule") == "delay").then(0).otherwise("delay_ns").fill_null(0)
-    edges = edges.with_columns(lag_ns=lag + delay, from_start=pl.col("from_start")).select(graph.edges.columns)
+    edges = edges.with_columns(lag_ns=lag + delay).select(graph.edges.columns)
     return replace(graph, ops=ops.select(graph.ops.columns), edges=edges)
 
 

@@ -291,8 +291,8 @@ def _rows_and_edges(
             rules.first_on_lane(backlog, streams),
         ]
     )
-    blocked = rows.filter("blocks" if rows["blocks"].dtype == pl.Boolean else pl.lit(value=False)).select(dst="id")
-    sound = (pl.col("rule") != "sync") | pl.col("dst").is_in(blocked["dst"].implode())
+    blocked = rows.filter("blocks")["id"]
+    sound = (pl.col("rule") != "sync") | pl.col("dst").is_in(blocked.implode())
     ids = rows["id"].implode()
     edges = edges.filter(sound & pl.col("src").is_in(ids) & pl.col("dst").is_in(ids)).unique(
         ["src", "dst"], keep="first", maintain_order=True

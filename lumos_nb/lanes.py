@@ -100,14 +100,7 @@ def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series, usu
         to_ns=pl.when(host_wait & issue).then(pl.col("from_ns") + short).otherwise("to_ns"),
         blocks=IS_HIDDEN_ON_HOST,
     )
-    arrivals = plain.filter("blocks").with_columns(
-        id=in_role("id", ARRIVAL),
-        kind=pl.lit("event"),
-        name=pl.lit("arrival"),
-        dur_ns=pl.lit(0, pl.Int64),
-        to_ns="from_ns",
-        blocks=pl.lit(value=False),
-    )
+    arrivals = _arrivals(plain.filter("blocks"))
     blocked = rows.filter(host_wait).with_columns(
         id=row_id("op_id", BLOCKED),
         kind=pl.when(pl.col("call") == "free").then(pl.lit("alloc")).otherwise(pl.lit("wait")),
@@ -135,21 +128,25 @@ def stream_rows(ops: pl.DataFrame, waits: pl.DataFrame, calls: pl.DataFrame) -> 
         to_ns=pl.col("start_ns") + pl.col("dur_ns"),
         blocks=pl.col("kind") == "comm",
     )
-    arrivals = work.filter(pl.col("kind") == "comm").with_columns(
-        id=row_id("op_id", ARRIVAL),
-        kind=pl.lit("event"),
-        name=pl.lit("arrival"),
-        dur_ns=pl.lit(0, pl.Int64),
-        to_ns="from_ns",
-        blocks=pl.lit(value=False),
-        place=pl.col("place") - 0.1,
-    )
+    arrivals = _arrivals(work.filter(pl.col("kind") == "comm")).with_columns(place=pl.col("place") - 0.1)
     points = _event_points(waits, calls)
     before = work.select("rank", "lane", "issue_ns", before="place").sort("issue_ns")
     points = points.sort("issue_ns").join_asof(before, on="issue_ns", by=["rank", "lane"], check_sortedness=False)
     points = points.with_columns(place=pl.col("before").fill_null(-1.0) + 0.5).drop("before")
     return pl.concat([work, arrivals, points], how="diagonal_relaxed").sort(
         "rank", "lane", "place", "issue_ns", "id", maintain_order=True
+    )
+
+
+def _arrivals(comm: pl.DataFrame) -> pl.DataFrame:
+    """The zero-length rows at which a rank arrives at its collectives."""
+    return comm.with_columns(
+        id=row_id("op_id", ARRIVAL),
+        kind=pl.lit("event"),
+        name=pl.lit("arrival"),
+        dur_ns=pl.lit(0, pl.Int64),
+        to_ns="from_ns",
+        blocks=pl.lit(value=False),
     )
 
 
