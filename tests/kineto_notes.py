@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import polars as pl
 
-from lumos_nb.traces.kineto import Kineto
+from lumos_nb.traces.trace import Trace
 
 
-def noted(kineto: Kineto, what: str) -> int:
+def noted(kineto: Trace, what: str) -> int:
     """How many of `what` the notes count."""
     return int(kineto.notes.filter(pl.col("what").str.starts_with(what))["count"].sum())
 
 
-def accounted_for(kineto: Kineto) -> int:
+def accounted_for(kineto: Trace) -> int:
     """Events kept plus events dropped."""
     return len(kineto.events) + noted(kineto, "dropped")

@@ -19,7 +19,8 @@ from lumos_nb.schema import EVENTS
 from lumos_nb.traces import json_stream
 from lumos_nb.traces.exact import nanoseconds
 from lumos_nb.traces.json_text import object_spans
-from lumos_nb.traces.kineto import Kineto, read_kineto
+from lumos_nb.traces.kineto import read_kineto
+from lumos_nb.traces.trace import Trace
 from tests.kineto_notes import accounted_for, noted
 
 
@@ -37,7 +38,7 @@ def text_of(events: list[dict[str, Any]], **metadata: Any) -> bytes:
     return json.dumps({"schemaVersion": 1, "traceEvents": events, **metadata}, indent=1).encode()
 
 
-def read(folder: Path, content: bytes | list[dict[str, Any]], **metadata: Any) -> Kineto:
+def read(folder: Path, content: bytes | list[dict[str, Any]], **metadata: Any) -> Trace:
     path = folder / "trace.json"
     path.write_bytes(content if isinstance(content, bytes) else text_of(content, **metadata))
     return read_kineto(path)

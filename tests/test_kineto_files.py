@@ -16,7 +16,8 @@ import pytest
 
 from lumos_nb.errors import TraceError, UnsupportedFormat
 from lumos_nb.schema import EVENTS
-from lumos_nb.traces.kineto import Kineto, read_kineto
+from lumos_nb.traces.kineto import read_kineto
+from lumos_nb.traces.trace import Trace
 from tests.kineto_notes import accounted_for
 
 KINETO_FILES = [
@@ -76,7 +77,7 @@ def reference(path: Path) -> dict[str, Any]:
         gc.enable()
 
 
-def assert_equals_reference(kineto: Kineto, trace: dict[str, Any]) -> None:
+def assert_equals_reference(kineto: Trace, trace: dict[str, Any]) -> None:
     events = trace.pop("traceEvents")
     assert kineto.metadata["event_count"] == len(events) == accounted_for(kineto)
     assert trace.keys() == kineto.metadata.keys() - {"processes", "threads", "event_count"}

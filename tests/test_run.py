@@ -227,13 +227,13 @@ def test_a_truncated_rank_is_read_as_far_as_it_goes_and_reported(folder: Path) -
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were parsed, not taken from the cache."""
     parsed: list[str] = []
-    read_kineto = run.read_kineto
+    read_trace = run.read_trace
 
     def counting(path: Path) -> Any:
         parsed.append(path.name)
-        return read_kineto(path)
+        return read_trace(path)
 
-    monkeypatch.setattr(run, "read_kineto", counting)
+    monkeypatch.setattr(run, "read_trace", counting)
     return parsed
 
 

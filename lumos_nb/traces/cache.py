@@ -13,8 +13,7 @@ import polars as pl
 
 from lumos_nb.errors import SchemaError
 from lumos_nb.schema import EVENTS
-from lumos_nb.traces.kineto import PARSER_VERSION, Kineto
-from lumos_nb.traces.kineto_events import NOTES
+from lumos_nb.traces.trace import NOTES, PARSER_VERSION, Trace
 
 CACHE_ENV = "LUMOS_NB_CACHE"
 CACHE_FOLDER = ".lumos_cache"
@@ -55,7 +54,7 @@ def _is_own(folder: Path) -> bool:
     return bool(mine and not others and os.access(folder, os.W_OK))
 
 
-def store(parsed: Kineto, target: Path) -> None:
+def store(parsed: Trace, target: Path) -> None:
     """Write `parsed` to `target`, whole or not at all.
 
     Raises
@@ -77,7 +76,7 @@ def store(parsed: Kineto, target: Path) -> None:
         raise
 
 
-def load(target: Path) -> Kineto:
+def load(target: Path) -> Trace:
     """Read what `store` wrote.
 
     Raises
@@ -90,7 +89,7 @@ def load(target: Path) -> Kineto:
         events = EVENTS.check(pl.read_parquet(target))
         notes = pl.DataFrame(entry["notes"], schema=NOTES, orient="row")
         if isinstance(entry["metadata"]["event_count"], int) and len(events) == entry["count"]:
-            return Kineto(events, entry["metadata"], notes)
+            return Trace(events, entry["metadata"], notes)
     except (pl.exceptions.PolarsError, SchemaError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{target} is no parse of ours: {error}") from error
     raise ValueError(f"{target} holds {len(events):,} events where {entry['count']:,} were written")

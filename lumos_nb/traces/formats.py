@@ -1,24 +1,33 @@
-"""What a file is, from its first bytes: a profiler trace, or a known format that another reader takes."""
+"""What a file is, from its first bytes, and which reader takes it."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 from lumos_nb.errors import TraceError, UnsupportedFormat
 from lumos_nb.traces.json_stream import Blocks
 from lumos_nb.traces.json_text import top_level_keys
+from lumos_nb.traces.trace import Trace
 
-_TIMELINE = "the timeline reader (lumos_nb.traces.timeline) takes it"
+KINETO, NSYS, ROCPROFILER, TIMELINE, SCHEDULE = "kineto", "nsys", "rocprofiler", "timeline", "schedule"
+
+READERS = {
+    KINETO: ("lumos_nb.traces.kineto", "read_kineto"),
+}
+"""Format -> module and function that reads it; a function takes a path and returns a `Trace`."""
+
 _UNPACK = "unpack it, and load the folder that comes out"
 
 MAGIC = (
-    (
-        rb"SQLite format 3\0",
-        "an SQLite database",
-        "the reader of Nsight Systems exports (lumos_nb.traces.nsys) takes it",
-    ),
-    (rb"PAR1", "a Parquet table", _TIMELINE),
+    (rb"SQLite format 3\0", NSYS),
+    (rb"PAR1", TIMELINE),
+    (rb"(?:\xef\xbb\xbf)?\s*\[", KINETO),
+)
+"""First bytes -> format."""
+
+REFUSED_MAGIC = (
     (rb".{257}ustar", "a tar archive", _UNPACK),
     (rb"PK\x03\x04", "a zip archive", _UNPACK),
     (
@@ -27,17 +36,18 @@ MAGIC = (
         "a Chakra trace",
         "the Chakra reader (lumos_nb.exchange.chakra) takes it",
     ),
-    (rb"(?:\xef\xbb\xbf)?\s*\[", "a bare list of Chrome events", _TIMELINE),
 )
-"""First bytes -> what the file is, and what to do with it."""
+"""First bytes -> what the file is, and what to do with it: no reader of this package's `traces` takes it."""
 
-KEYS = (
+KEYS = (({"rocprofiler-sdk-tool"}, ROCPROFILER),)
+"""Top-level keys of a JSON object -> format; an object with none of these is Kineto's."""
+
+REFUSED_KEYS = (
     (
         {"schema", "nodes"},
         "a PyTorch execution trace",
         "the reader of execution traces (lumos_nb.traces.execution_trace) takes it",
     ),
-    ({"rocprofiler-sdk-tool"}, "a rocprofiler export", "no reader of this package takes it"),
 )
 """Top-level keys of a JSON object -> what the file is, and what to do with it."""
 
@@ -45,16 +55,24 @@ _OBJECT = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*(?:["}]|$)')
 _HEAD_BYTES = 1 << 16
 
 
-def refuse_other_formats(path: Path) -> None:
-    """Raise unless `path` begins as a JSON object that may hold profiler events.
+def read_trace(path: str | Path) -> Trace:
+    """Read one trace file with the reader of its format, whatever its name.
 
     Raises
     ------
     UnsupportedFormat
-        A known format; the message says which reader takes it.
+        A known format that no reader here takes; the message says which one does.
     TraceError
-        The file is empty, or no JSON object.
+        The file is empty, or of no known format, or damaged beyond use.
     """
+    path = Path(path)
+    module, function = READERS[format_of(path)]
+    trace: Trace = getattr(importlib.import_module(module), function)(path)
+    return trace
+
+
+def format_of(path: Path) -> str:
+    """Format of the file at `path`, a key of `READERS`; errors as in `read_trace`."""
     if not path.is_file():
         raise TraceError(f"{path} is no file: give the path of one trace. (load_run takes folders.)")
     blocks = Blocks(path)
@@ -63,12 +81,26 @@ def refuse_other_formats(path: Path) -> None:
         why = f"cannot be unpacked: {blocks.damage}" if blocks.damage else f"is empty ({path.stat().st_size:,} bytes)"
         raise TraceError(f"{path} {why}. Record it again, or leave it out.")
     if _OBJECT.match(head):
-        keys = top_level_keys(head)
-        for needed, what, advice in KEYS:
-            if needed.issubset(keys) and "traceEvents" not in keys:
-                raise UnsupportedFormat(f"{path} is {what}: {advice}.")
-        return
-    for magic, what, advice in MAGIC:
+        return _format_of_object(path, set(top_level_keys(head)))
+    for magic, name in MAGIC:
+        if re.match(magic, head, re.DOTALL):
+            return _readable(path, name)
+    for magic, what, advice in REFUSED_MAGIC:
         if re.match(magic, head, re.DOTALL):
             raise UnsupportedFormat(f"{path} is {what}: {advice}.")
     raise TraceError(f"{path} is no JSON object: it starts with {head[:16]!r} at byte 0, where a trace has '{{'.")
+
+
+def _format_of_object(path: Path, keys: set[str]) -> str:
+    if "traceEvents" in keys:
+        return KINETO
+    for needed, what, advice in REFUSED_KEYS:
+        if needed.issubset(keys):
+            raise UnsupportedFormat(f"{path} is {what}: {advice}.")
+    return _readable(path, next((name for needed, name in KEYS if needed.issubset(keys)), KINETO))
+
+
+def _readable(path: Path, name: str) -> str:
+    if name not in READERS:
+        raise UnsupportedFormat(f"{path} is of the format {name}, which no reader of this version takes.")
+    return name

@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import polars as pl
 
 from lumos_nb.errors import TraceError, UnsupportedFormat
 from lumos_nb.traces.exact import integer
-from lumos_nb.traces.formats import refuse_other_formats
+from lumos_nb.traces.formats import format_of
 from lumos_nb.traces.json_stream import Blocks, EventStream
 from lumos_nb.traces.json_text import surrounding, top_level_keys
-from lumos_nb.traces.kineto_events import NOTES, Event, EventTable, decode_compact
+from lumos_nb.traces.kineto_events import Event, EventTable, decode_compact
+from lumos_nb.traces.trace import NOTES, Trace
 
-PARSER_VERSION = 1
-"""Part of the key of cached parses: raise it when the same file would give another table."""
-
-
-class Kineto(NamedTuple):
-    """One rank's file, read.
-
-    Attributes
-    ----------
-    events
-        `schema.EVENTS`, in the file's order.
-    metadata
-        All top-level keys of the file but `traceEvents`; plus `processes` and `threads`, their names, and
-        `event_count`, the number of events in the file.
-    notes
-        Columns `what`, `count`, `reason`: every event that is not in `events`, and what else is off about the file.
-    """
-
-    events: pl.DataFrame
-    metadata: dict[str, Any]
-    notes: pl.DataFrame
-
-
-def read_kineto(path: str | Path) -> Kineto:
+def read_kineto(path: str | Path) -> Trace:
     """Read one Kineto trace, plain or gzip (the file's first bytes decide).
 
     Times are exact: decimal microseconds become int64 ns without passing through float64. A file that ends early gives
@@ -50,7 +28,7 @@ def read_kineto(path: str | Path) -> Kineto:
 
     Returns
     -------
-    Kineto
+    Trace
         Events (`rank` is the file's own, 0 if it names none), metadata and notes.
 
     Raises
@@ -63,7 +41,7 @@ def read_kineto(path: str | Path) -> Kineto:
     >>> read_kineto("rank-0.pt.trace.json.gz").events.group_by("category").len()  # doctest: +SKIP
     """
     path = Path(path)
-    refuse_other_formats(path)
+    format_of(path)
     blocks = Blocks(path)
     table = EventTable()
     stream = EventStream(iter(blocks), decode_compact, table.rescue)
@@ -77,7 +55,7 @@ def read_kineto(path: str | Path) -> Kineto:
         table.notes.append(("not read", len(again), "a second traceEvents after the first"))
     events = table.frame(base_ns=table.base_ns(metadata), rank=rank_of(metadata) or 0)
     metadata |= table.names() | {"event_count": table.count}
-    return Kineto(events, metadata, pl.DataFrame(table.notes, schema=NOTES, orient="row"))
+    return Trace(events, metadata, pl.DataFrame(table.notes, schema=NOTES, orient="row"))
 
 
 def _no_events(path: Path, stream: EventStream[Event], blocks: Blocks, complete: bool) -> TraceError:

@@ -74,7 +74,6 @@ DROPPED_PHASES = {
 _NAMES = ("process_name", "process_labels", "thread_name")
 
 _NO_STREAM = 2**32 - 1  # how older files write the stream -1 of a synchronisation with the whole device
-NOTES = {"what": pl.String(), "count": pl.Int64(), "reason": pl.String()}
 
 
 class Event(msgspec.Struct, gc=False):

@@ -16,8 +16,9 @@ from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import RunError, UnsupportedFormat
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces import cache as cached
-from lumos_nb.traces.kineto import Kineto, rank_of, read_kineto, world_size_of
-from lumos_nb.traces.kineto_events import NOTES
+from lumos_nb.traces.formats import read_trace
+from lumos_nb.traces.kineto import rank_of, world_size_of
+from lumos_nb.traces.trace import NOTES, Trace
 
 SUFFIXES = (".json", ".json.gz")
 """Files of a folder that are taken for traces; the others are named in the report."""
@@ -124,7 +125,7 @@ def load_run(path: str | Path, *, executor: Executor | None = None, cache: bool 
     """
     path = Path(path)
     _refuse_forks(executor)
-    parsed: list[tuple[Path, Kineto]] = []
+    parsed: list[tuple[Path, Trace]] = []
     try:
         files, others = _files(path)
         read = partial(_read, cache=cache, by_path=executor is not None, strict=path.is_file())
@@ -175,7 +176,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _read(path: Path, *, cache: bool, by_path: bool, strict: bool) -> Kineto | Path | str:
+def _read(path: Path, *, cache: bool, by_path: bool, strict: bool) -> Trace | Path | str:
     """One rank's file: its parse, or the file of the cache that holds it, or why it is no trace.
 
     A worker process answers `by_path` where it can: a table need not be sent then.
@@ -192,9 +193,9 @@ def _read(path: Path, *, cache: bool, by_path: bool, strict: bool) -> Kineto | P
     return target if target and by_path and target.exists() else parsed
 
 
-def _parsed(path: Path, target: Path | None, *notes: tuple[str, int, str]) -> Kineto:
+def _parsed(path: Path, target: Path | None, *notes: tuple[str, int, str]) -> Trace:
     """Read `path` and keep the parse at `target`."""
-    parsed = read_kineto(path)
+    parsed = read_trace(path)
     if target:
         try:
             cached.store(parsed, target)
@@ -203,7 +204,7 @@ def _parsed(path: Path, target: Path | None, *notes: tuple[str, int, str]) -> Ki
     return parsed._replace(notes=parsed.notes.extend(pl.DataFrame(list(notes), schema=NOTES, orient="row")))
 
 
-def _loaded(path: Path, target: Path) -> Kineto:
+def _loaded(path: Path, target: Path) -> Trace:
     """The parse kept at `target`; a damaged one is made anew."""
     try:
         return cached.load(target)
@@ -211,10 +212,10 @@ def _loaded(path: Path, target: Path) -> Kineto:
         return _parsed(path, target, ("cache", 1, f"read again: {error}"))
 
 
-def _numbered(parsed: list[tuple[Path, Kineto]]) -> list[tuple[int, str, Path, Kineto]]:
+def _numbered(parsed: list[tuple[Path, Trace]]) -> list[tuple[int, str, Path, Trace]]:
     """(rank, where it comes from, path, parse), by rank; no rank twice."""
-    found: dict[int, tuple[int, str, Path, Kineto]] = {}
-    nameless: list[tuple[Path, Kineto]] = []
+    found: dict[int, tuple[int, str, Path, Trace]] = {}
+    nameless: list[tuple[Path, Trace]] = []
     for path, kineto in parsed:
         rank, source = rank_of(kineto.metadata), "distributedInfo"
         if rank is None:
@@ -240,7 +241,7 @@ def _rank_in_name(name: str) -> int | None:
     return rank if rank is not None and rank < 2**31 else None
 
 
-def _run(ranks: list[tuple[int, str, Path, Kineto]], others: list[tuple[Path, str]]) -> Run:
+def _run(ranks: list[tuple[int, str, Path, Trace]], others: list[tuple[Path, str]]) -> Run:
     report: list[tuple[int | None, str | None, str, int, str]] = []
     for rank, source, path, kineto in ranks:
         report += [(rank, str(path), *note) for note in kineto.notes.rows()]
@@ -270,7 +271,7 @@ def _refuse_two_jobs(ranks: pl.DataFrame) -> None:
         raise RunError(f"the files are of different jobs: {said}. Give each job a folder of its own.")
 
 
-def _rank_row(rank: int, source: str, path: Path, kineto: Kineto) -> tuple[Any, ...]:
+def _rank_row(rank: int, source: str, path: Path, kineto: Trace) -> tuple[Any, ...]:
     """A row of `RANKS`."""
     events, kept = kineto.metadata["event_count"], len(kineto.events)
     start, end = kineto.events.select(pl.col("start_ns").min(), end=(pl.col("start_ns") + pl.col("dur_ns")).max()).row(
