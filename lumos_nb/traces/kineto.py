@@ -15,6 +15,7 @@ from lumos_nb.traces.json_text import surrounding, top_level_keys
 from lumos_nb.traces.kineto_events import Event, EventTable, decode_compact
 from lumos_nb.traces.trace import NOTES, Trace
 
+
 def read_kineto(path: str | Path) -> Trace:
     """Read one Kineto trace, plain or gzip (the file's first bytes decide).
 

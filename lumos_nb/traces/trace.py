@@ -18,8 +18,8 @@ class Trace(NamedTuple):
     Attributes
     ----------
     events
-        `schema.EVENTS`, in the file's order. Of a format that has a file a rank, `rank` is what the file says, 0 if it
-        says nothing; of one that holds several ranks in a file, each row has its own and `metadata["ranks"]` lists them.
+        `schema.EVENTS`, in the file's order. Of a format with a file a rank, `rank` is what the file says, 0 if it
+        says nothing; of one with several ranks in a file, each row has its own, and `metadata["ranks"]` lists them.
     metadata
         What the file says besides its events; and `event_count`, the number of events in the file.
     notes
