@@ -28,6 +28,11 @@ because a wait for the events that it reads, which many profilers do not record,
 
 DEVICE_CATEGORIES = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 CALL_CATEGORIES = ("cuda_runtime", "cuda_driver")
+COLLECTIVE_CATEGORY = "collective"
+"""Events of a thread that are a collective or an exchange of messages: it goes on when all ranks have arrived."""
+
+HOST_COLLECTIVE = "collective"
+"""What such a call does, in the words of `CALL_PATTERNS`."""
 
 COMM_KERNELS = r"(?i)^(nccl|rccl|oneccl|hccl)"
 COMM_TYPES: tuple[tuple[str, str], ...] = (

@@ -6,6 +6,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from lumos_nb.calls import HOST_COLLECTIVE
+
 LAUNCH_FLOOR_NS = 1_000
 """No kernel starts earlier than this after its launch call starts; the shortest seen on idle streams is 2 to 4 us."""
 
@@ -232,6 +234,7 @@ def find_hidden_collectives(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFra
         match=pl.coalesce("match", "hidden"),
         kind=pl.when(is_hidden).then(pl.lit("comm")).otherwise("kind"),
         collective=pl.when(is_hidden).then(pl.lit("hidden")).otherwise("collective"),
+        call=pl.when(is_hidden & pl.col("device").is_null()).then(pl.lit(HOST_COLLECTIVE)).otherwise("call"),
     ).drop("hidden"), report.select(
         what=pl.lit("hidden collectives"),
         rank="rank",

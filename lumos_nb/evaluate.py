@@ -8,6 +8,7 @@ from statistics import median
 
 import polars as pl
 
+from lumos_nb.calls import HOST_COLLECTIVE
 from lumos_nb.critical_path import replay, sweep
 from lumos_nb.errors import GraphError
 from lumos_nb.graph import Graph, Recording, build_graph
@@ -179,10 +180,14 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
     if len(chosen) < 2:
         raise GraphError(f"a prediction from other steps needs at least two steps besides the first, not {chosen}.")
     measured = _measured(times)
+    # Only waits that the trace does not name are told by other steps, so only they make a graph depend on `unseen`.
+    told = (recording.ops["call"] != HOST_COLLECTIVE).any()
+    shared = {} if told else {step: build_graph(recording, step) for step in chosen}
     rows = []
     for place, step in enumerate(chosen):
-        others = PooledCosts.of(build_graph(recording, other, unseen=step) for other in chosen if other != step)
-        own = build_graph(recording, step)
+        rest = [other for other in chosen if other != step]
+        others = PooledCosts.of(shared.get(other) or build_graph(recording, other, unseen=step) for other in rest)
+        own = shared.get(step) or build_graph(recording, step)
         given = with_pooled_costs(own, others, absent_given=True)
         null = measured[chosen[place - 1] if place else chosen[1]]
         rows.append(_scored(with_pooled_costs(own, others), given, measured[step], null))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from lumos_nb.calls import BLOCKING_COPIES
+from lumos_nb.calls import BLOCKING_COPIES, HOST_COLLECTIVE
 from lumos_nb.schema import DEVICE_KINDS
 
 ROLES = OWN, BLOCKED, WAIT_POINT, RECORD_POINT, ARRIVAL, DELAY, BACKLOG, ENGINE_RETURN, ABSENT_PEERS = tuple(range(9))
@@ -14,8 +14,8 @@ LEAD_ID = -(1 << 40)
 
 BLOCKING_CALLS = ("sync_stream", "sync_event", "sync_device", "free", "wait_comm")
 
-IS_HIDDEN_ON_HOST = (pl.col("collective") == "hidden").fill_null(value=False) & pl.col("device").is_null()
-"""A collective that a host op hides: it stays on its thread."""
+IS_HIDDEN_ON_HOST = (pl.col("call") == HOST_COLLECTIVE).fill_null(value=False)
+"""A collective inside a host op, which its thread waits for: it stays on its thread."""
 
 ABSENT = "waiting for ranks without a trace"
 

@@ -11,6 +11,7 @@ from lumos_nb.calls import (
     COMM_LABEL,
     COMM_TYPES,
     DEVICE_CATEGORIES,
+    HOST_COLLECTIVE,
     HOST_COMM,
     STEP_MARK,
     arguments,
@@ -111,7 +112,7 @@ def _rank_ops(events: pl.DataFrame) -> pl.DataFrame:
     host = host.join(layers_of(events), on="event_id", how="left", maintain_order="left")
     lanes = [thread_ops(lane, marks) for lane in host.partition_by("thread", maintain_order=True)]
     threads = pl.concat([_EMPTY, *lanes], how="diagonal_relaxed")
-    ops = pl.concat([threads, _device_ops(events, threads)], how="diagonal_relaxed")
+    ops = _communication(pl.concat([threads, _device_ops(events, threads)], how="diagonal_relaxed"))
     ops = ops.with_columns(
         shapes=pl.col("args").str.extract(_SHAPES),
         dtype=pl.col("args").str.extract(_DTYPE),
@@ -248,12 +249,13 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     )
     # Work whose launch is not in the trace belongs to the step of the work before it on its stream. Only the backlog,
     # launched ahead of the window, has none before it.
-    return _communication(linked.with_columns(pl.col("step").forward_fill().over("lane")))
+    return linked.with_columns(pl.col("step").forward_fill().over("lane"))
 
 
 def _communication(device: pl.DataFrame) -> pl.DataFrame:
     """Mark the communication kernels and say which collective each is, of how many bytes, in which group."""
     is_comm = (pl.col("kind") == "kernel") & pl.col("name").str.contains(COMM_KERNELS)
+    is_comm = is_comm | (pl.col("call") == HOST_COLLECTIVE)
     comm = device.filter(is_comm)
     comm = comm.with_columns(arguments(comm["own_args"], COMM_ARGUMENTS))
     if comm.is_empty():

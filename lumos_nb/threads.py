@@ -10,8 +10,10 @@ from lumos_nb import call_stacks
 from lumos_nb.calls import (
     CALL_CATEGORIES,
     CALL_PATTERNS,
+    COLLECTIVE_CATEGORY,
     COMM_LABEL,
     ENGINE_OPERATORS,
+    HOST_COLLECTIVE,
     HOST_COMM,
     STEP_MARK,
     classify,
@@ -24,10 +26,16 @@ def thread_ops(events: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
     """One thread's calls and the stretches between them."""
     name = pl.col("name")
     is_call = pl.col("category").is_in(CALL_CATEGORIES)
+    is_collective = pl.col("category") == COLLECTIVE_CATEGORY
     is_frame = pl.col("category").is_in(FRAME_CATEGORIES) & ~name.str.contains(f"{STEP_MARK}|{HOST_COMM}")
     label = name.str.extract(COMM_LABEL, 1).replace_strict({"comm": "launch", "wait": "wait_comm"}, default=None)
-    work = events.filter(is_call | is_frame).with_columns(
-        call=pl.when(is_call).then(classify(name, CALL_PATTERNS)).otherwise(label),
+    work = events.filter(is_call | is_frame | is_collective).with_columns(
+        call=pl.when(is_call)
+        .then(classify(name, CALL_PATTERNS))
+        .when(is_collective)
+        .then(pl.lit(HOST_COLLECTIVE))
+        .otherwise(label),
+        own_args=pl.when(is_collective).then("args"),
         correlation=pl.coalesce(_label_id(name), "correlation"),
     )
     calls = work.filter(pl.col("call").is_not_null()).sort("start_ns", "event_id")
@@ -108,16 +116,18 @@ def _gather(values: pl.Series, index: NDArray[np.int64]) -> pl.Series:
 _PHASE = (
     pl.when(pl.col("name").str.contains(ENGINE_OPERATORS))
     .then(pl.lit("backward"))
-    .when(pl.col("name").str.starts_with("Optimizer."))
+    .when(pl.col("name").str.contains(r"(?i)^optimizer\b"))
     .then(pl.lit("optimizer"))
-    .when(pl.col("name").str.contains(r"(?i)^#+ *backward"))
+    .when(pl.col("name").str.contains(r"(?i)^(#+ *)?backward\b"))
     .then(pl.lit("backward"))
     .when(pl.col("name").str.contains(r"(?i)forward"))
     .then(pl.lit("forward"))
     .when(pl.col("sequence").is_not_null() & (pl.col("category") == "cpu_op"))
     .then(pl.lit("forward"))
 )
-_MICRO_BATCH = pl.col("name").str.extract(r"(?i)micro_?batch[ =#:]*(\d+)").cast(pl.Int32, strict=False)
+_MICRO_BATCH = pl.coalesce(
+    pl.col("name").str.extract(r"(?i)micro_?batch[ =#:]*(\d+)"), pl.col("args").str.extract(r'"micro_batch":(\d+)')
+).cast(pl.Int32, strict=False)
 
 
 def _clip(calls: pl.DataFrame) -> pl.DataFrame:
@@ -151,7 +161,8 @@ def _stretches(cuts: NDArray[np.int64], calls: pl.DataFrame, frames: _Frames) ->
 def _describe_calls(calls: pl.DataFrame, frames: _Frames) -> pl.DataFrame:
     around = frames.at(calls["start_ns"].to_numpy(writable=True), strictly=True)
     table = pl.concat(
-        [calls.select("start_ns", "end_ns", "name", "call", "correlation", "event_id"), around], how="horizontal"
+        [calls.select("start_ns", "end_ns", "name", "call", "correlation", "event_id", "own_args"), around],
+        how="horizontal",
     )
     # A label's sequence number is another one each step; without it the same call has the same name in every step.
     table = table.with_columns(label="name", name=pl.col("name").str.replace(r"^((?:comm|wait)::.*) seq=\d+", "$1"))
@@ -164,6 +175,7 @@ def _describe_calls(calls: pl.DataFrame, frames: _Frames) -> pl.DataFrame:
             "record": "launch",
             "wait_event": "launch",
             "elapsed": "cpu",
+            HOST_COLLECTIVE: "comm",
         },
         default="wait",
     )

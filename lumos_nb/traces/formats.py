@@ -15,6 +15,8 @@ KINETO, NSYS, ROCPROFILER, TIMELINE, SCHEDULE = "kineto", "nsys", "rocprofiler",
 
 READERS = {
     KINETO: ("lumos_nb.traces.kineto", "read_kineto"),
+    NSYS: ("lumos_nb.traces.nsys", "read_nsys"),
+    TIMELINE: ("lumos_nb.traces.timeline", "read_timeline"),
 }
 """Format -> module and function that reads it; a function takes a path and returns a `Trace`."""
 
@@ -23,6 +25,7 @@ _UNPACK = "unpack it, and load the folder that comes out"
 MAGIC = (
     (rb"SQLite format 3\0", NSYS),
     (rb"PAR1", TIMELINE),
+    (rb"(?:\xef\xbb\xbf)?\s*\[\s*\{.{0,200}\"(?:forward|backward)-(?:compute|send|recv)\"", TIMELINE),
     (rb"(?:\xef\xbb\xbf)?\s*\[", KINETO),
 )
 """First bytes -> format."""
@@ -38,6 +41,15 @@ REFUSED_MAGIC = (
     ),
 )
 """First bytes -> what the file is, and what to do with it: no reader of this package's `traces` takes it."""
+
+REFUSED_SUFFIXES = (
+    (
+        (".nsys-rep", ".qdrep", ".qdstrm"),
+        "a report of Nsight Systems in its own format",
+        "nsys export --type sqlite makes of it a file that can be read",
+    ),
+)
+"""Ends of names -> what the file is, and what to do with it."""
 
 KEYS = (({"rocprofiler-sdk-tool"}, ROCPROFILER),)
 """Top-level keys of a JSON object -> format; an object with none of these is Kineto's."""
@@ -75,6 +87,9 @@ def format_of(path: Path) -> str:
     """Format of the file at `path`, a key of `READERS`; errors as in `read_trace`."""
     if not path.is_file():
         raise TraceError(f"{path} is no file: give the path of one trace. (load_run takes folders.)")
+    for suffixes, what, advice in REFUSED_SUFFIXES:
+        if path.name.endswith(suffixes):
+            raise UnsupportedFormat(f"{path} is {what}: {advice}.")
     blocks = Blocks(path)
     head = next(iter(blocks), b"")[:_HEAD_BYTES]
     if not head.strip():
