@@ -27,13 +27,17 @@ THREAD = 0
 LANES_OF_A_RANK = 5
 """Chrome threads that the export gives each rank: compute, pp-comm, tp-comm, dp-comm, misc."""
 
-DATA_PARALLEL = {"params-all-gather": "all_gather", "grads-reduce-scatter": "reduce_scatter"}
-"""Collectives among the data-parallel replicas of one stage."""
+COLLECTIVES = {
+    "params-all-gather": ("all_gather", "stage"),
+    "grads-reduce-scatter": ("reduce_scatter", "stage"),
+    "embedding-grads-all-reduce": ("all_reduce", "replica"),
+    "optimizer-clip-main-grad": ("all_reduce", "job"),
+}
+"""Op -> which collective it is, and what its ranks share: all replicas of a stage, all stages of a replica that show
+the op, all of the job. `layernorm-grads-all-reduce` is among tensor-parallel ranks, which the files do not tell apart."""
 
-EMBEDDING = {"embedding-grads-all-reduce": "all_reduce"}
-"""Collectives among the stages of one replica that hold the shared embedding: those that show the op."""
-
-OPERATIONS = r"^(forward|backward)-(compute|send|recv)$|^(params|grads|embedding|layernorm|optimizer)-|^optimizer$|^gc$"
+ROUNDING_NS = 1_000
+"""Times in the files are single-precision seconds that were shifted afterwards; peers' begins agree to within this."""
 
 _COLUMNS = {
     "rank": pl.Int32(),
@@ -69,7 +73,13 @@ def read_timeline(path: str | Path) -> Trace:
     replicas, stages = records["replica"].n_unique(), records["stage"].n_unique()
     notes.append(("times", moved, f"steps laid end to end: the job's other steps lay between these {moved + 1}"))
     rows, merged = _communication(records)
+    rows, restored = _with_waiting(rows)
     rows, cut = _in_turn(rows)
+    if restored:
+        reason = (
+            "communication that holds no waiting, so that it begins on all its ranks at once: from the op before it on"
+        )
+        notes.append(("waiting", restored, reason))
     if cut:
         notes.append(("overlap", cut, "ops that begin before the one before them on their rank ends: begin at its end"))
     notes.append(("merged", merged, "sends and receives that a rank issued together are one exchange"))
@@ -184,6 +194,24 @@ def _end_to_end(records: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     return moved.with_columns(start_ns=pl.col("start_ns") - pl.col("first_ns") + pl.col("begin_ns")), len(steps) - 1
 
 
+def _with_waiting(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """Communication from its arrival on: the export to JSON has cut off what each rank waited for its peers.
+
+    That it did shows in peers that all begin at once, to within the rounding of the file's times.
+    """
+    shared = pl.col("group_size") > 1
+    together = (
+        rows.filter(shared).group_by("group", "seq").agg(apart=pl.col("start_ns").max() - pl.col("start_ns").min())
+    )
+    if together.is_empty() or together.select((pl.col("apart") > ROUNDING_NS).mean()).item() > 0.5:
+        return rows, 0
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    table = rows.with_columns(before_ns=end_ns.cum_max().shift(1).over("rank", "step"), end_ns=end_ns)
+    arrival = pl.when(shared & (pl.col("before_ns") < pl.col("start_ns"))).then("before_ns").otherwise("start_ns")
+    table = table.with_columns(start_ns=arrival, dur_ns=pl.col("end_ns") - arrival)
+    return table.drop("before_ns", "end_ns"), rows.filter(shared).height
+
+
 def _in_turn(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     """Ops of a rank without partial overlap, which the export's rounding makes; an op within another one stays."""
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
@@ -204,17 +232,18 @@ def _communication(records: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     table = records.with_row_index("row")
     is_message = name.str.contains(r"^(forward|backward)-(send|recv)$")
     exchanges = _exchanges(table.filter(is_message))
-    replicas = table.filter(name.is_in(list(DATA_PARALLEL))).with_columns(
-        collective=name.replace_strict(DATA_PARALLEL, default=None), group=pl.format("data-parallel stage {}", "stage")
+    scope = name.replace_strict({op: scope for op, (_, scope) in COLLECTIVES.items()}, default=None)
+    group = pl.when(scope == "stage").then("stage").when(scope == "replica").then("replica").cast(pl.String)
+    joint = table.filter(name.is_in(list(COLLECTIVES))).with_columns(
+        collective=name.replace_strict({op: collective for op, (collective, _) in COLLECTIVES.items()}, default=None),
+        group=pl.concat_str(scope, group, separator=" ", ignore_nulls=True),
     )
-    ends = table.filter(name.is_in(list(EMBEDDING))).with_columns(
-        collective=name.replace_strict(EMBEDDING, default=None), group=pl.format("embedding replica {}", "replica")
-    )
-    joint = pl.concat([replicas, ends]).with_columns(
+    # One sequence number a kind of op: its group may be another op's as well.
+    joint = joint.with_columns(group=pl.format("{} of {}", "name", "group")).with_columns(
         group_size=pl.col("rank").n_unique().over("group"),
         seq=pl.int_range(pl.len()).over("rank", "group", order_by="start_ns"),
     )
-    alone = table.filter(~is_message & ~name.is_in([*DATA_PARALLEL, *EMBEDDING]))
+    alone = table.filter(~is_message & ~name.is_in(list(COLLECTIVES)))
     rows = pl.concat([exchanges, joint, alone], how="diagonal_relaxed")
     return rows.sort("rank", "row"), len(table) - len(rows)
 
