@@ -19,16 +19,22 @@ if TYPE_CHECKING:
     from lumos_nb.evaluate import what_ifs as what_ifs
     from lumos_nb.fake_group import DryRun as DryRun
     from lumos_nb.fake_group import dry_run as dry_run
+    from lumos_nb.findings import exposed_communication as exposed_communication
+    from lumos_nb.findings import waits_for as waits_for
     from lumos_nb.graph import Graph as Graph
     from lumos_nb.graph import Recording as Recording
     from lumos_nb.graph import build_graph as build_graph
     from lumos_nb.labels import ddp_hook as ddp_hook
+    from lumos_nb.ledger import check_prediction as check_prediction
+    from lumos_nb.ledger import read_ledger as read_ledger
+    from lumos_nb.ledger import save_prediction as save_prediction
     from lumos_nb.ops import build_ops as build_ops
     from lumos_nb.partition import activity as activity
     from lumos_nb.partition import breakdown as breakdown
     from lumos_nb.partition import compare as compare
     from lumos_nb.recorder import Recorder as Recorder
     from lumos_nb.recorder import capture as capture
+    from lumos_nb.report import step_report as step_report
     from lumos_nb.steady import repeat as repeat
     from lumos_nb.traces.perfetto import write_perfetto as write_perfetto
     from lumos_nb.traces.run import Run as Run
@@ -43,6 +49,9 @@ _MODULES = {
     "lumos_nb.critical_path": ("Result", "replay", "sweep"),
     "lumos_nb.partition": ("activity", "breakdown", "compare"),
     "lumos_nb.evaluate": ("delayed_steps", "mechanistic", "score_waits", "what_ifs"),
+    "lumos_nb.findings": ("exposed_communication", "waits_for"),
+    "lumos_nb.ledger": ("check_prediction", "read_ledger", "save_prediction"),
+    "lumos_nb.report": ("step_report",),
     "lumos_nb.recorder": ("Recorder", "capture"),
     "lumos_nb.labels": ("ddp_hook",),
     "lumos_nb.fake_group": ("DryRun", "dry_run"),

@@ -324,8 +324,28 @@ def to_png(chart: alt.TopLevelMixin | dict[str, Any], *, scale: float = 2) -> by
     import vl_convert
 
     spec = chart if isinstance(chart, dict) else chart.to_dict()
-    version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-    return _deflated(vl_convert.vegalite_to_png(spec, vl_version=version, scale=scale))
+    return _deflated(vl_convert.vegalite_to_png(spec, vl_version=_vega_lite(), scale=scale))
+
+
+def to_svg(chart: alt.TopLevelMixin) -> str:
+    """Draw a chart as the text of an SVG file, without what its tooltips say.
+
+    Examples
+    --------
+    >>> Path("step.svg").write_text(to_svg(timeline(result)))  # doctest: +SKIP
+    """
+    import vl_convert
+
+    spec = chart.to_dict()
+    spec["config"] = spec.get("config", {}) | {"aria": False}  # else each bar repeats its tooltip
+    spec["padding"] = {"left": 40, "right": 40, "top": 5, "bottom": 5}  # for a reader whose letters are wider
+    svg: str = vl_convert.vegalite_to_svg(spec, vl_version=_vega_lite())
+    return svg
+
+
+def _vega_lite() -> str:
+    """The version of Vega-Lite that altair writes, as vl-convert calls it."""
+    return ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 
 
 def _deflated(png: bytes) -> bytes:

@@ -1,0 +1,230 @@
+"""The command `lumos-nb`: thin verbs over the package's functions.
+
+Results go to standard output, all of a report or nothing; what is being done goes to standard error where that is a
+terminal. Exit codes: 0 done; 1 an error of the package or the system, told in a line; 2 wrong usage; 130 interrupted;
+141 nobody reads the output any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lumos_nb as ln
+from lumos_nb.errors import LumosError
+
+REPLAY = """
+examples:
+  lumos-nb replay runs/gpt                          a folder with a trace of each rank
+  lumos-nb replay trace.json.gz --step 5 --out out  one rank; also Parquet, HTML and Perfetto files
+  lumos-nb replay runs/gpt --scale comm=0.5 --out p a what-if, kept in p/prediction.json to be checked later
+  lumos-nb replay runs/gpt --json | jq .breakdown   for other programs; times are in ns
+"""
+COMPARE = """
+examples:
+  lumos-nb compare runs/monday runs/tuesday         their steps of median length
+  lumos-nb compare runs/gpt runs/gpt --steps 3 8    two steps of one run
+"""
+CHECK = """
+examples:
+  lumos-nb replay runs/base --scale comm=0.5 --out p            say what will be
+  lumos-nb check p/prediction.json runs/faster --ledger l.jsonl see what is, and keep the score
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code.
+
+    Examples
+    --------
+    >>> main(["replay", "runs/gpt", "--step", "5"])  # doctest: +SKIP
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        _print(arguments.verb(arguments))
+    except BrokenPipeError:  # a reader such as head has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (LumosError, OSError, ImportError) as error:
+        print(f"lumos-nb: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:
+        print("lumos-nb: interrupted", file=sys.stderr)  # noqa: T201
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lumos-nb",
+        description="Why a training step takes as long as it does, from profiler traces.",
+        epilog="`lumos-nb VERB --help` has examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"lumos-nb {version('lumos-nb')}")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    def verb(name: str, run: Callable[[argparse.Namespace], str], what: str, epilog: str) -> argparse.ArgumentParser:
+        added = verbs.add_parser(
+            name, help=what, description=what, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        added.set_defaults(verb=run)
+        added.add_argument("--json", action="store_true", help="print JSON, times in ns")
+        added.add_argument("-j", "--jobs", type=_count, default=1, metavar="N", help="read N files at a time (1)")
+        return added
+
+    replay = verb("replay", _replay, "where a step's time goes, what it hangs on, what could be otherwise", REPLAY)
+    replay.add_argument("run", metavar="RUN", help="a folder of traces, one file a rank, or one file")
+    replay.add_argument("--step", type=int, metavar="N", help="as the profiler counts; else the one of median length")
+    replay.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write ops.parquet, edges.parquet, report.html, step.perfetto.json.gz and prediction.json there",
+    )
+    replay.add_argument(
+        "--scale",
+        type=_scale,
+        action="append",
+        default=[],
+        metavar="KIND=X",
+        help="what if ops of this kind took X times as long; may be repeated",
+    )
+    replay.add_argument(
+        "--predict",
+        type=int,
+        default=3,
+        metavar="N",
+        help="predict N steps from one another (3), which takes N * N graphs; 0: none",
+    )
+    compare = verb("compare", _compare, "what changed between two runs; adds up to the difference", COMPARE)
+    compare.add_argument("a", metavar="A")
+    compare.add_argument("b", metavar="B")
+    compare.add_argument("--steps", type=int, nargs=2, default=(None, None), metavar=("N", "M"), help="a step of each")
+    check = verb("check", _check, "hold a saved prediction against a run made afterwards", CHECK)
+    check.add_argument("prediction", metavar="PREDICTION", help="prediction.json, as `replay --out` wrote it")
+    check.add_argument("run", metavar="RUN")
+    check.add_argument("--ledger", metavar="FILE", help="add the outcome to this file of JSON lines")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of files: give 1 or more")
+    return int(text)
+
+
+def _scale(text: str) -> tuple[str, float]:
+    name, _, scale = text.rpartition("=")
+    try:
+        return name, float(scale) if name else float("no name")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no KIND=X, such as comm=0.5") from None
+
+
+def _replay(arguments: argparse.Namespace) -> str:
+    from lumos_nb.graph import Recording
+    from lumos_nb.report import step_report, write_report
+
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)  # before the work, that it be not for nothing
+    with _progress() as say:
+        run = _load(arguments.run, arguments.jobs, say)
+        say("putting ranks on one clock")
+        recording = Recording.of(run)
+        scales = dict(arguments.scale)
+        report = step_report(
+            run, arguments.step, predict=arguments.predict, scales=scales, recording=recording, progress=say
+        )
+        written: list[Path] = []
+        if arguments.out:
+            say("writing")
+            written = write_report(report, arguments.out, run=run)
+            written.append(arguments.out / "prediction.json")
+            ln.save_prediction(written[-1], run, **report.claim, recording=recording)
+    if arguments.json:
+        return _json(report.rows() | {"written": [str(path) for path in written]})
+    return f"{report}\n\nWritten: {', '.join(map(str, written))}" if written else str(report)
+
+
+def _compare(arguments: argparse.Namespace) -> str:
+    from lumos_nb.graph import Recording
+    from lumos_nb.report import comparison_report
+
+    with _progress() as say:
+        a, b = (Recording.of(_load(path, arguments.jobs, say)) for path in (arguments.a, arguments.b))
+        say("comparing")
+        report = comparison_report(a, b, arguments.steps)
+    return _json(report.rows()) if arguments.json else str(report)
+
+
+def _check(arguments: argparse.Namespace) -> str:
+    from lumos_nb.ledger import Prediction, verdict
+
+    said = Prediction.load(arguments.prediction)
+    with _progress() as say:
+        outcome = ln.check_prediction(said, _load(arguments.run, arguments.jobs, say), ledger=arguments.ledger)
+    return _json(outcome.row(0, named=True)) if arguments.json else verdict(outcome)
+
+
+def _json(rows: object) -> str:
+    return json.dumps(rows, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def _print(text: str) -> None:
+    """All of a report at once; what the terminal's encoding lacks becomes a question mark."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal that says what is being done and since when; nothing elsewhere."""
+    began = time.monotonic()
+    terminal = sys.stderr.isatty()
+
+    def say(doing: str) -> None:
+        if terminal:
+            sys.stderr.write(f"\r\x1b[K[{time.monotonic() - began:5.1f} s] {doing} …" if doing else "\r\x1b[K")
+            sys.stderr.flush()
+
+    try:
+        yield say
+    finally:
+        say("")
+
+
+class _Told(Executor):
+    """Reads one file after the other, or as many at once as a pool does, and tells how many are done."""
+
+    def __init__(self, pool: Executor | None, say: Callable[[str], None]) -> None:
+        self.pool, self.say = pool, say
+
+    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], **_options: Any) -> Iterator[Any]:
+        """As `Executor.map`, of one iterable."""
+        files: list[Any] = list(*iterables)
+        for done, outcome in enumerate((self.pool.map if self.pool else map)(fn, files)):
+            self.say(f"read {done + 1} of {len(files)} files")
+            yield outcome
+
+
+def _load(path: str, jobs: int, say: Callable[[str], None]) -> ln.Run:
+    say(f"reading {path}")
+    if jobs == 1:
+        return ln.load_run(path, executor=_Told(None, say))
+    spawn = multiprocessing.get_context("spawn")
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C this process hears, and tells its workers to stop
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=signal.signal, initargs=ignore) as pool:
+        return ln.load_run(path, executor=_Told(pool, say))

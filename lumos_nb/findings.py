@@ -1,0 +1,188 @@
+"""What a report says of a step, each as a table: waits, the path by name, exposed communication, evidence, spread."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from lumos_nb.critical_path import Result
+from lumos_nb.errors import InputError
+from lumos_nb.graph import Graph, Recording
+from lumos_nb.partition import PARTS, HasOps, breakdown
+
+_END = pl.col("start_ns") + pl.col("dur_ns")
+
+
+def step_spread(recording: Recording) -> pl.DataFrame:
+    """How long the measured steps took, and how far they scatter.
+
+    The first and last profiled steps are left out where there are others: the profiler disturbs them.
+
+    Returns
+    -------
+    DataFrame
+        One row: `steps`, `median_ns`, `least_ns`, `most_ns`, `noise_share` (median distance of a step from the median,
+        as a share of it; null of one step).
+
+    Examples
+    --------
+    >>> step_spread(Recording.of(run))["noise_share"].item()  # doctest: +SKIP
+    """
+    times = recording.step_times()
+    inner = times.filter(~pl.col("edge"))
+    step, middle = pl.col("step_ns"), pl.col("step_ns").median()
+    return (inner if inner.height else times).select(
+        steps=pl.len(),
+        median_ns=middle,
+        least_ns=step.min(),
+        most_ns=step.max(),
+        noise_share=pl.when((pl.len() > 1) & (middle > 0)).then((step - middle).abs().median() / middle),
+    )
+
+
+def parts_by_rank(source: HasOps) -> pl.DataFrame:
+    """`partition.breakdown`, a row a rank: `rank`, a column `<part>_ns` a part that takes time, their sum `step_ns`.
+
+    Examples
+    --------
+    >>> parts_by_rank(replay(graph))  # doctest: +SKIP
+    """
+    parts = breakdown(source).with_columns(pl.col("part") + "_ns")
+    wide = parts.pivot("part", index="rank", values="time_ns")
+    columns = [f"{part}_ns" for part in PARTS if wide[f"{part}_ns"].sum() > 0]
+    return wide.select("rank", *columns, step_ns=pl.sum_horizontal(pl.exclude("rank")))
+
+
+def exposed_communication(source: HasOps) -> pl.DataFrame:
+    """Communication during which its rank does nothing else, by collective.
+
+    Returns
+    -------
+    DataFrame
+        `collective`, `rank`, `wait_ns` (arrived, and a peer had not), `transfer_ns`, `exposed_ns` (their sum), `share`
+        (of the rank's step), the most exposed first.
+
+    Examples
+    --------
+    >>> exposed_communication(replay(graph)).group_by("rank").agg(pl.sum("share"))  # doctest: +SKIP
+    """
+    part, time = pl.col("part"), pl.col("time_ns")
+    exposed = breakdown(source, by="collective").filter(part.str.starts_with("exposed_"))
+    return (
+        exposed.group_by("collective", "rank")
+        .agg(
+            wait_ns=time.filter(part == "exposed_wait").sum(),
+            transfer_ns=time.filter(part == "exposed_transfer").sum(),
+            exposed_ns=time.sum(),
+            share=pl.col("share").sum(),
+        )
+        .sort("exposed_ns", "collective", "rank", descending=[True, False, False], nulls_last=True)
+    )
+
+
+def path_by_name(result: Result) -> pl.DataFrame:
+    """What the critical path is made of inside the step, by name of op; a latency has the name of its rule.
+
+    Returns
+    -------
+    DataFrame
+        `name`, `kind`, `ops` (how many of the path), `time_ns`, `share` (of the step), longest first. `time_ns` sums to
+        `result.step_ns`.
+
+    Examples
+    --------
+    >>> path_by_name(replay(graph)).head(10)  # doctest: +SKIP
+    """
+    end_ns = result.step_ends.filter(pl.col("step") == pl.col("step").max())["end_ns"].max()
+    assert isinstance(end_ns, int)
+    start, lag = pl.col("start_ns"), pl.col("lag_ns").fill_null(0)
+    spans = pl.concat(
+        [
+            result.path.select("name", "kind", begin=start, end=start + pl.col("path_ns")),
+            result.path.select(name=pl.format("latency: {}", "rule"), kind=pl.lit("lag"), begin=start - lag, end=start),
+        ]
+    ).with_columns(pl.col("begin", "end").clip(end_ns - result.step_ns, end_ns))
+    spans = spans.with_columns(time_ns=pl.col("end") - pl.col("begin")).filter(pl.col("time_ns") > 0)
+    named = spans.group_by("name", "kind").agg(ops=pl.len(), time_ns=pl.col("time_ns").sum())
+    shares = named.with_columns(share=pl.col("time_ns") / max(result.step_ns, 1))
+    return shares.sort("time_ns", "name", "kind", descending=[True, False, False])
+
+
+def waits_for(source: Graph | Result) -> pl.DataFrame:
+    """Which lanes stand still, and for the work of which: threads for streams, streams for launches, ranks for ranks.
+
+    The time before an op on its lane counts as waiting for the op whose edge was satisfied last; of a collective, for
+    the rank that arrived last. It is the lane's own time, whatever else its rank does meanwhile.
+
+    Returns
+    -------
+    DataFrame
+        `rank`, `lane`, `for_rank`, `for_lane`, `rule`, `evidence` (of the longest wait), `waits`, `time_ns`, `mostly`
+        (the op of the longest wait, or its collective), longest first.
+
+    Examples
+    --------
+    >>> waits_for(replay(graph)).filter(pl.col("rank") != pl.col("for_rank"))  # doctest: +SKIP
+    """
+    graph = source.graph if isinstance(source, Result) else source
+    if not isinstance(graph, Graph):
+        raise InputError(f"this takes a Graph or a Result; it was given a {type(source).__name__}.")
+    ops = source.ops
+    starts = ops.select(src="op_id", src_start_ns="start_ns", src_end_ns=_END)
+    ready = pl.when("from_start").then("src_start_ns").otherwise("src_end_ns") + pl.col("lag_ns")
+    own_order = pl.col("rule").is_in(["thread", "stream"])
+    last = (
+        graph.edges.join(starts, on="src")
+        .sort(ready, ~own_order, "src", "rule")
+        .unique("dst", keep="last", maintain_order=True)
+    )
+    joins = ops.filter(pl.col("kind") == "join")["op_id"].implode()
+    arrivals = last.filter(pl.col("dst").is_in(joins)).select(src="dst", latest="src")
+    last = last.join(arrivals, on="src", how="left").with_columns(src=pl.coalesce("latest", "src"))
+    lane = ["rank", "lane"]
+    in_order = ops.sort(*lane, "start_ns", maintain_order=True)
+    waiting = in_order.filter(pl.col("kind") != "boundary")
+    waiting = waiting.select(*lane, dst="op_id", time_ns=pl.col("start_ns") - _END.shift(1).over(lane))
+    waiting = waiting.filter((pl.col("lane") != "net") & (pl.col("time_ns") > 0))
+    # A record stands for what its stream had been given before it.
+    awaited = pl.when(pl.col("name") != "record").then(pl.coalesce("collective", "name")).forward_fill().over(lane)
+    about = in_order.select(src="op_id", for_rank="rank", for_lane="lane", awaited=awaited.fill_null("record"))
+    waits = last.join(waiting, on="dst").join(about, on="src").filter(~own_order)
+    waits = waits.sort("time_ns", "dst", descending=[True, False])
+    return (
+        waits.group_by("rank", "lane", "for_rank", "for_lane", "rule", maintain_order=True)
+        .agg(
+            pl.col("evidence").first(),
+            waits=pl.len(),
+            time_ns=pl.col("time_ns").sum(),
+            mostly=pl.col("awaited").first(),
+        )
+        .sort("time_ns", "rank", "lane", "for_rank", "for_lane", "rule", descending=[True] + [False] * 5)
+    )
+
+
+def evidence_shares(graph: Graph) -> pl.DataFrame:
+    """How much waiting hangs on links that are exact, on those of a pattern or of times, and how much on nothing.
+
+    Returns
+    -------
+    DataFrame
+        `evidence` (exact, pattern, time, nothing), `links`, `time_ns` (waiting that hangs on them), `share`.
+
+    Examples
+    --------
+    >>> evidence_shares(build_graph(run))  # doctest: +SKIP
+    """
+    what, detail = pl.col("what"), pl.col("detail")
+    kind = (
+        pl.when(what == "explained by nothing")
+        .then(pl.lit("nothing"))
+        .when(what.str.starts_with("edges of rule "))
+        .then(detail.str.strip_prefix("evidence: "))
+    )
+    named = graph.report.with_columns(evidence=kind).drop_nulls("evidence")
+    sums = named.group_by("evidence", maintain_order=True).agg(links=pl.col("count").sum(), time_ns=pl.sum("time_ns"))
+    order = pl.Enum(["exact", "pattern", "time", "nothing"])
+    total_ns = pl.col("time_ns").sum()
+    return sums.sort(pl.col("evidence").cast(order)).with_columns(
+        share=pl.when(total_ns > 0).then(pl.col("time_ns") / total_ns)
+    )
