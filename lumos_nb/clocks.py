@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.calls import HOST_COLLECTIVE
+from lumos_nb.hidden import find_hidden_collectives
 
 LAUNCH_FLOOR_NS = 1_000
 """No kernel starts earlier than this after its launch call starts; the shortest seen on idle streams is 2 to 4 us."""
@@ -14,9 +14,8 @@ LAUNCH_FLOOR_NS = 1_000
 MAX_EDGE_LOSS = 4
 """How many collectives more a rank may have lost at the end of its window than the rank that it is matched with."""
 
-HIDDEN_SPREAD_NS = 200_000
-HIDDEN_SHARE = 0.1
-"""An op hides a collective if its ranks start it at least the former apart and end it within the latter share."""
+REPORT = {"what": pl.String(), "rank": pl.Int32(), "count": pl.Int64(), "time_ns": pl.Int64(), "detail": pl.String()}
+"""Columns of `Graph.report`."""
 
 SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
 """Collectives that end together on all ranks, to within their last message; the others may end apart."""
@@ -135,7 +134,9 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
     Method: the median over collectives of this rank's end minus the lowest rank's, on symmetric collectives if there
     are any. A message ends later on the rank that receives it: the two directions are taken apart, and their mean is
-    the offset. A rank that the lowest never meets is aligned with those that were aligned before it.
+    the offset. A rank that the lowest never meets is aligned with those that were aligned before it. Clocks stay as
+    they are where the shifts would make more collectives end before their last rank had arrived: then a rank is late
+    at the ends themselves, not its clock.
     """
     ends = ops.filter(pl.col("match").is_not_null()).select(
         "match", "rank", "collective", end_ns=pl.col("start_ns") + pl.col("dur_ns")
@@ -150,6 +151,10 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         start_ns=pl.col("start_ns") - pl.col("offset").fill_null(0),
         launch_ns=pl.col("launch_ns") - pl.col("offset").fill_null(0),
     )
+    if (worse := _impossible_ns(shifted)) > _impossible_ns(ops):
+        detail = f"shifts by collectives' ends would make {worse} ns of transfers end before their last rank arrives"
+        kept = {"what": "rank clocks kept", "rank": None, "count": offsets.height, "time_ns": 0, "detail": detail}
+        return ops, pl.DataFrame([kept], schema=REPORT, orient="row")
     report = offsets.select(
         what=pl.lit("rank clock shifted"),
         rank="rank",
@@ -171,6 +176,13 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         detail=pl.format("no collective ties it to rank {}: its clock is as it was", first),
     )
     return shifted.drop("offset"), pl.concat([report, unknown])
+
+
+def _impossible_ns(ops: pl.DataFrame) -> int:
+    """By how much, all in all, collectives end on a rank before all their ranks have arrived."""
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    early_ns = (pl.col("start_ns").max().over("match") - end_ns).clip(0)
+    return int(ops.filter(pl.col("match").is_not_null()).select(early_ns.sum()).item())
 
 
 def _offsets(ends: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
@@ -196,49 +208,4 @@ def _offsets(ends: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
         offset=pl.col("apart").mean().round().cast(pl.Int64),
         residual=pl.col("residual").max().cast(pl.Int64),
         count=pl.col("count").sum().cast(pl.Int64),
-    )
-
-
-def find_hidden_collectives(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Make a collective of each op that mostly ends together on all ranks although it starts apart.
-
-    Some operators wait for all ranks inside, and no record says so: gradient clipping, a checkpoint's barrier. Such a
-    host op or kernel becomes kind "comm" with collective "hidden" and a `match` of its own, so that its wait is not
-    taken for work.
-    """
-    n_ranks = ops["rank"].n_unique()
-    work = pl.col("kind").is_in(["kernel", "cpu"]) & pl.col("call").is_null()
-    key = ["kind", "name", "phase"]
-    named = ops.filter(work).with_columns(number=pl.int_range(pl.len()).over("rank", "step", *key, order_by="start_ns"))
-    place = [*key, "number"]
-    end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    each = (
-        named.group_by("step", *place)
-        .agg(
-            ranks=pl.col("rank").n_unique(),
-            starts=pl.col("start_ns").max() - pl.col("start_ns").min(),
-            ends=end_ns.max() - end_ns.min(),
-        )
-        .filter((pl.col("ranks") == n_ranks) & (n_ranks > 1))
-    )
-    together = (pl.col("starts") >= HIDDEN_SPREAD_NS) & (pl.col("ends") <= HIDDEN_SHARE * pl.col("starts"))
-    sites = each.group_by(place).agg(share=together.mean(), repetitions=pl.len())
-    hidden = sites.filter((pl.col("share") > 0.5) & (pl.col("repetitions") > 1)).select(place)
-    found = named.join(hidden, on=place).select("op_id", "rank", "dur_ns", key=pl.struct("step", *place))
-    first = ops["match"].max() or 0
-    found = found.with_columns(hidden=pl.col("key").rank("dense").cast(pl.Int64) + first)
-    marked = ops.join(found.select("op_id", "hidden"), on="op_id", how="left", maintain_order="left")
-    is_hidden = pl.col("hidden").is_not_null()
-    report = found.group_by("rank").agg(count=pl.len().cast(pl.Int64), time_ns=pl.col("dur_ns").sum()).sort("rank")
-    return marked.with_columns(
-        match=pl.coalesce("match", "hidden"),
-        kind=pl.when(is_hidden).then(pl.lit("comm")).otherwise("kind"),
-        collective=pl.when(is_hidden).then(pl.lit("hidden")).otherwise("collective"),
-        call=pl.when(is_hidden & pl.col("device").is_null()).then(pl.lit(HOST_COLLECTIVE)).otherwise("call"),
-    ).drop("hidden"), report.select(
-        what=pl.lit("hidden collectives"),
-        rank="rank",
-        count="count",
-        time_ns="time_ns",
-        detail=pl.lit("ops that end together on all ranks although they start apart: split into waiting and transfer"),
     )

@@ -34,7 +34,7 @@ COLLECTIVES = {
     "optimizer-clip-main-grad": ("all_reduce", "job"),
 }
 """Op -> which collective it is, and what its ranks share: all replicas of a stage, all stages of a replica that show
-the op, all of the job. `layernorm-grads-all-reduce` is among tensor-parallel ranks, which the files do not tell apart."""
+the op, all of the job. `layernorm-grads-all-reduce` is among tensor ranks, which the files do not tell apart."""
 
 ROUNDING_NS = 1_000
 """Times in the files are single-precision seconds that were shifted afterwards; peers' begins agree to within this."""

@@ -1,0 +1,164 @@
+"""Collectives that no record names: ops and gaps that end together on several ranks although they start apart."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from lumos_nb.calls import HOST_COLLECTIVE
+
+HIDDEN_SPREAD_NS = 200_000
+HIDDEN_SHARE = 0.1
+"""An op hides a collective if its ranks start it at least the former apart and end it within the latter share."""
+
+GAP_SHARE = 0.05
+"""The same share for gaps, which may also end together by chance, and for how late a group's last rank is."""
+
+PLACE = ["name", "phase", "number"]
+"""What names a gap in every step and rank: what follows, and the how manieth of its step it is."""
+
+
+def find_hidden_collectives(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Make a collective of each op, and of each gap, that mostly ends together although it starts apart.
+
+    Some operators wait for all ranks inside, and no record says so: gradient clipping, a checkpoint's barrier. Such a
+    host op or kernel becomes kind "comm" with collective "hidden" and a `match` of its own, so that its wait is not
+    taken for work. Gaps hide collectives of some of the ranks as well: see `_in_gaps`.
+    """
+    ops, in_ops = _mark(ops, _in_ops(ops), "ops")
+    ops, in_gaps = _mark(*_in_gaps(ops), "gaps")
+    return ops, pl.concat([in_ops, in_gaps])
+
+
+def _mark(ops: pl.DataFrame, found: pl.DataFrame, what: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """`ops` in which `found` (`op_id`, `key`: equal for the rows of one collective) are collectives, and the report."""
+    first = ops["match"].max() or 0
+    found = found.with_columns(hidden=pl.col("key").rank("dense").cast(pl.Int64) + first)
+    marked = ops.join(found.select("op_id", "hidden"), on="op_id", how="left", maintain_order="left")
+    is_hidden = pl.col("hidden").is_not_null()
+    marked = marked.with_columns(
+        match=pl.coalesce("match", "hidden"),
+        kind=pl.when(is_hidden).then(pl.lit("comm")).otherwise("kind"),
+        collective=pl.when(is_hidden).then(pl.lit("hidden")).otherwise("collective"),
+        call=pl.when(is_hidden & pl.col("device").is_null()).then(pl.lit(HOST_COLLECTIVE)).otherwise("call"),
+    ).drop("hidden")
+    rows = ops.join(found, on="op_id", how="semi").group_by("rank")
+    return marked, rows.agg(count=pl.len().cast(pl.Int64), time_ns=pl.col("dur_ns").sum()).sort("rank").select(
+        what=pl.lit("hidden collectives"),
+        rank="rank",
+        count="count",
+        time_ns="time_ns",
+        detail=pl.lit(
+            f"{what} that end together on several ranks though they start apart: split into wait and transfer"
+        ),
+    )
+
+
+def _in_ops(ops: pl.DataFrame) -> pl.DataFrame:
+    """Kernels and host ops that all ranks end together in more than half of the steps."""
+    n_ranks = ops["rank"].n_unique()
+    work = pl.col("kind").is_in(["kernel", "cpu"]) & pl.col("call").is_null()
+    key = ["kind", "name", "phase"]
+    named = ops.filter(work).with_columns(number=pl.int_range(pl.len()).over("rank", "step", *key, order_by="start_ns"))
+    place = [*key, "number"]
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    each = (
+        named.group_by("step", *place)
+        .agg(
+            ranks=pl.col("rank").n_unique(),
+            starts=pl.col("start_ns").max() - pl.col("start_ns").min(),
+            ends=end_ns.max() - end_ns.min(),
+        )
+        .filter((pl.col("ranks") == n_ranks) & (n_ranks > 1))
+    )
+    together = (pl.col("starts") >= HIDDEN_SPREAD_NS) & (pl.col("ends") <= HIDDEN_SHARE * pl.col("starts"))
+    sites = each.group_by(place).agg(share=together.mean(), repetitions=pl.len())
+    hidden = sites.filter((pl.col("share") > 0.5) & (pl.col("repetitions") > 1)).select(place)
+    return named.join(hidden, on=place).select("op_id", key=pl.struct("step", *place))
+
+
+def _in_gaps(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Gaps in which the same ranks wait for each other in more than half of the steps.
+
+    The ranks are told by the data: those that end the gap together. Where they do so long after the last of them began
+    it, they waited for another rank, which began its gap just before and goes on to wait for something else: its gap
+    is cut in two there. Returns the ops with such gaps cut, and the rows that are collectives.
+    """
+    gaps = ops.filter((pl.col("kind") == "gap") & pl.col("call").is_null()).select(
+        "op_id", "rank", "step", "name", "phase", "start_ns", "dur_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns")
+    )
+    gaps = gaps.with_columns(
+        number=pl.int_range(pl.len()).over("rank", "step", "name", "phase", order_by="start_ns"),
+        longest=pl.col("dur_ns").max().over("name", "phase"),
+    ).filter(pl.col("longest") >= HIDDEN_SPREAD_NS)
+    groups = _ending_together(gaps)
+    late = _latecomers(gaps, groups)
+    members = groups.explode("op_ids").select("step", *PLACE, "ranks", op_id="op_ids")
+    key = pl.struct("step", *PLACE, "ranks")
+    if late.is_empty():
+        return ops, members.select("op_id", key=key)
+    ops, cut = _cut(ops, late)
+    members = pl.concat([members, cut.select(members.columns)])
+    # The rows were numbered again: the ids of before stand in `was`.
+    rows = ops.select("op_id", "was").join(members, left_on="was", right_on="op_id")
+    return ops.drop("was"), rows.select("op_id", key=key)
+
+
+def _ending_together(gaps: pl.DataFrame) -> pl.DataFrame:
+    """One row a step and group of ranks: `step`, `PLACE`, `ranks`, `op_ids`, `last_ns` (its latest begin), `end_ns`."""
+    at = ["step", *PLACE]
+    rows = gaps.sort(*at, "end_ns")
+    longer = pl.max_horizontal("dur_ns", pl.col("dur_ns").shift(1))
+    apart = (pl.col("end_ns") - pl.col("end_ns").shift(1) > GAP_SHARE * longer).fill_null(value=True)
+    groups = (
+        rows.with_columns(group=apart.cast(pl.Int32).cum_sum().over(at))
+        .group_by(*at, "group")
+        .agg(
+            ranks=pl.col("rank").sort(),
+            op_ids=pl.col("op_id"),
+            last_ns=pl.col("start_ns").max(),
+            starts=pl.col("start_ns").max() - pl.col("start_ns").min(),
+            ends=pl.col("end_ns").max() - pl.col("end_ns").min(),
+            end_ns=pl.col("end_ns").max(),
+        )
+        .filter(pl.col("ranks").list.len() > 1)
+    )
+    # Once most steps show a group, the others belong to it also where its ranks happened to begin at one time.
+    clear = (pl.col("starts") >= HIDDEN_SPREAD_NS) & (pl.col("ends") <= GAP_SHARE * pl.col("starts"))
+    repetitions = gaps.group_by(PLACE).agg(steps=pl.col("step").n_unique())
+    groups = groups.with_columns(clear=clear.sum().over(*PLACE, "ranks"), times=pl.len().over(*PLACE, "ranks"))
+    groups = groups.join(repetitions, on=PLACE)
+    return groups.filter((pl.col("clear") > 0.5 * pl.col("steps")) & (pl.col("steps") > 1))
+
+
+def _latecomers(gaps: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
+    """The rank that each group waited for where it is none of its own: `op_id`, `cut_ns` and the group's columns.
+
+    It is in the same gap when the group ends it, began it last of those, and is the same in more than half of the
+    group's steps.
+    """
+    found = (
+        groups.select("step", *PLACE, "ranks", "last_ns", "times", cut_ns="end_ns")
+        .join(gaps.select("op_id", "rank", "step", *PLACE, "start_ns", "end_ns"), on=["step", *PLACE])
+        .filter(~pl.col("ranks").list.contains(pl.col("rank")))
+        .filter((pl.col("start_ns") > pl.col("last_ns")) & pl.col("cut_ns").is_between("start_ns", "end_ns"))
+        .filter(pl.col("cut_ns") - pl.col("start_ns") <= GAP_SHARE * (pl.col("cut_ns") - pl.col("last_ns")))
+        .sort("start_ns")
+        .unique(["step", *PLACE, "ranks"], keep="last", maintain_order=True)
+    )
+    return found.filter(pl.len().over(*PLACE, "ranks", "rank") > 0.5 * pl.col("times"))
+
+
+def _cut(ops: pl.DataFrame, late: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """`ops`, numbered anew, with each gap of `late` in two at `cut_ns`; `was` is the old id, negative in first parts."""
+    late = late.unique("op_id", keep="first", maintain_order=True)
+    rows = ops.join(late.select("op_id", "cut_ns"), on="op_id", how="left", maintain_order="left")
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    rest = rows.with_columns(
+        start_ns=pl.coalesce("cut_ns", "start_ns"), dur_ns=end_ns - pl.coalesce("cut_ns", "start_ns"), was="op_id"
+    )
+    first = rows.filter(pl.col("cut_ns").is_not_null()).with_columns(
+        dur_ns=pl.col("cut_ns") - pl.col("start_ns"), was=-1 - pl.col("op_id")
+    )
+    both = pl.concat([rest, first]).sort("rank", "lane", "start_ns", maintain_order=True).drop("cut_ns")
+    cut = late.with_columns(op_id=-1 - pl.col("op_id"))
+    return both.with_columns(op_id=pl.int_range(pl.len(), dtype=pl.Int64)), cut
