@@ -72,7 +72,8 @@ def timeline(
 
     Stretches shorter than a pixel are merged with their neighbours in it into one bar that counts them, and in more
     than a pixel where there would be too many rows; the longest are always drawn by themselves. The critical path of a
-    result is outlined wherever it runs, and lines lead from lane to lane. Waiting is drawn too: after the arrival at a
+    result is outlined wherever it runs, and lines lead from lane to lane. A dashed line marks where the step begins,
+    once the work of earlier ones has ended. Waiting is drawn too: after the arrival at a
     collective until the last rank arrives, and before what remains of a blocking call.
 
     Parameters
@@ -121,6 +122,9 @@ def timeline(
         stays.encode(x=x, x2="end_ms:Q", y=y),
         links.encode(x="from_ms:Q", x2="start_ms:Q", y="from_label:N", y2="label:N"),
     ]
+    if rows.step_ns is not None:
+        begins = alt.Chart(_in_ms(pl.DataFrame({"step_ns": [rows.step_ns]})))
+        layers.append(begins.mark_rule(strokeDash=[6, 3], strokeWidth=1.5).encode(x="step_ms:Q"))
     heading = _heading(_title(source) if title is None else title, _subtitle(rows))
     return alt.LayerChart(layer=layers, width=width_px, height=alt.Step(22), title=heading)
 
@@ -142,7 +146,8 @@ def _subtitle(rows: LaneBars) -> str:
     merged = rows.bars.filter(pl.col("ops") > 1)
     ops, many = rows.bars["ops"].sum(), merged["ops"].sum()
     drawn = f"{many:,} of {ops:,} ops are short: merged into {len(merged):,} bars" if many else "every op drawn"
-    return f"{drawn}; outlined: the critical path" if len(rows.stays) else drawn
+    path = "; outlined: the critical path" if len(rows.stays) else ""
+    return f"{drawn}{path}{'; dashed: the step begins' if rows.step_ns is not None else ''}"
 
 
 def _bar_rows(bars: pl.DataFrame) -> pl.DataFrame:

@@ -62,6 +62,8 @@ class LaneBars:
         Where the critical path is: `rank`, `lane`, `label`, `start_ns`, `end_ns`.
     links
         From a stay to the next one on another lane: `from_label`, `from_ns`, `label`, `start_ns`.
+    step_ns
+        When the last step of the op table begins, if it does so in the window: the work of earlier ones has ended.
     """
 
     window_ns: tuple[int, int]
@@ -69,6 +71,7 @@ class LaneBars:
     bars: pl.DataFrame
     stays: pl.DataFrame
     links: pl.DataFrame
+    step_ns: int | None
 
     @property
     def rows(self) -> int:
@@ -114,13 +117,24 @@ def lane_bars(
         raise LumosError(_why_nothing(spans, ops, begin_ns, end_ns))
     stays = _stays(source.path if isinstance(source, HasPath) else _NO_PATH, zero_ns)
     column_ns = max((end_ns - begin_ns) // columns, 1)
-    while (drawn := _drawn(within, stays, (begin_ns, end_ns), column_ns)).rows > max_rows:
+    step_ns = _step_begin(ops, zero_ns)
+    step_ns = step_ns if step_ns is not None and begin_ns <= step_ns <= end_ns else None
+    while (drawn := _drawn(within, stays, (begin_ns, end_ns), column_ns, step_ns)).rows > max_rows:
         if column_ns > end_ns - begin_ns:  # one bar a lane, and still too many
             raise LumosError(
                 f"max_rows is {max_rows}, but {len(drawn.lanes)} lanes need {drawn.rows} rows. Choose fewer `ranks`."
             )
         column_ns *= 2
     return drawn
+
+
+def _step_begin(ops: pl.DataFrame, zero_ns: int) -> int | None:
+    """When the work of all steps before the last has ended, on devices if there are any."""
+    work = ops.filter(~pl.col("kind").is_in(["event", "join"]))
+    on_device = work.filter(pl.col("device").is_not_null())
+    earlier = (on_device if len(on_device) else work).filter(pl.col("step") < ops["step"].max())
+    end_ns: int | None = earlier.select((pl.col("start_ns") + pl.col("dur_ns")).max()).item()
+    return None if end_ns is None else end_ns - zero_ns
 
 
 def _why_nothing(spans: pl.DataFrame, ops: pl.DataFrame, begin_ns: int, end_ns: int) -> str:
@@ -178,7 +192,9 @@ def _clip(rows: pl.DataFrame, begin_ns: int, end_ns: int) -> pl.DataFrame:
     return touching.with_columns(pl.col("start_ns", "end_ns").clip(begin_ns, end_ns))
 
 
-def _drawn(spans: pl.DataFrame, stays: pl.DataFrame, window_ns: tuple[int, int], column_ns: int) -> LaneBars:
+def _drawn(
+    spans: pl.DataFrame, stays: pl.DataFrame, window_ns: tuple[int, int], column_ns: int, step_ns: int | None
+) -> LaneBars:
     """The rows that columns of this width leave."""
     longest_first = spans.sort(_LENGTH, descending=True, maintain_order=True)
     bars = _merge(
@@ -206,7 +222,7 @@ def _drawn(spans: pl.DataFrame, stays: pl.DataFrame, window_ns: tuple[int, int],
     ).select("from_label", "from_ns", "label", "start_ns")
     shown = _clip(merged, *window_ns).filter(pl.col("rank").is_in(ranks))
     lanes = pl.concat(rows.select(*LANE, "label") for rows in (bars, shown)).unique()
-    return LaneBars(window_ns, _in_order(lanes), bars, shown, links)
+    return LaneBars(window_ns, _in_order(lanes), bars, shown, links, step_ns)
 
 
 def _merge(

@@ -103,7 +103,7 @@ def texts(spec: dict[str, Any]) -> list[str]:
 
 
 def test_a_timeline_has_a_bar_an_op_and_one_for_each_wait(result):
-    bars, stays, links = data_of(spec_of(timeline(result)))
+    bars, stays, links, _ = data_of(spec_of(timeline(result)))
     drawn = {(bar["label"], bar["name"], bar["start_ms"], bar["end_ms"]) for bar in bars}
     assert drawn == {
         ("rank 0 · cpu:9", "forward", 0, 2),
@@ -270,8 +270,26 @@ def test_the_subtitle_counts_what_was_merged():
 @pytest.mark.parametrize("version", ["6.4", "5.20"], ids=["Vega-Lite 6 draws it", "JupyterLab's 5 draws it"])
 def test_every_row_becomes_a_mark(result, version):
     spec = spec_of(timeline(result))
-    bars, stays, links = data_of(spec)
-    assert marks(spec, version) == {"rect": len(bars) + len(stays), "rule": len(links)}
+    bars, stays, links, begins = data_of(spec)
+    assert marks(spec, version) == {"rect": len(bars) + len(stays), "rule": len(links) + len(begins)}
+
+
+def test_a_dashed_line_marks_where_the_step_begins_once_earlier_work_has_ended():
+    backlog = op("boundary", 0, 3 * MS, step=0, name="backlog")
+    rows = table(backlog, op("cpu", 0, 1 * MS, "cpu:9"), op("kernel", 3 * MS, 4 * MS))
+    spec = spec_of(timeline(rows))
+    assert data_of(spec)[-1] == [{"step_ms": 3}]
+    assert spec["title"]["subtitle"] == "every op drawn; dashed: the step begins"
+    beyond = spec_of(timeline(rows, window_ns=(4 * MS, 5 * MS)))
+    assert len(beyond["layer"]) == 3
+    assert beyond["title"]["subtitle"] == "every op drawn"
+
+
+def test_an_svg_draws_the_same_marks_without_the_names_of_ops():
+    rows = table(op("kernel", 0, 4 * MS, name="<script>alert(1)</script>"))
+    svg = charts.to_svg(timeline(rows))
+    assert "alert" not in svg
+    assert "rank 0 · gpu0:7" in svg
 
 
 def test_breakdowns_are_drawn_part_by_part_beside_each_other(result):
@@ -316,7 +334,7 @@ def test_a_prediction_is_three_points_a_step_with_its_error():
     assert marks(spec)["symbol"] == 9
 
 
-ODD = '</script><b>"x"</b>\\ & \'y\' {z} [0].a\tÜ'
+ODD = "</script><b>\"x\"</b>\\ & 'y' {z} [0].a\tÜ"
 
 
 def test_odd_names_are_shown_as_they_are():
