@@ -6,6 +6,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import tarfile
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import pytest
 
 from lumos_nb.errors import RunError, TraceError, UnsupportedFormat
 from lumos_nb.schema import EVENTS
-from lumos_nb.traces import cache, run
+from lumos_nb.traces import cache, files, run
 from lumos_nb.traces.run import Run, load_run
+from tests.test_nsys import CUPTI, export, kernel
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +102,7 @@ def test_the_file_itself_outranks_its_name_and_the_name_its_place(folder: Path) 
     write(folder / "rank-7.json", "x", rank=2)
     write(folder / "host_rank_5.pt.trace.json", "x")
     write(folder / "another.json", "x")
-    write(folder / "more.json", "x")
+    write(folder / "more.json", "y")
     loaded = load_run(folder)
     assert sources(loaded) == {
         "another.json": (0, "order"),
@@ -141,16 +143,32 @@ def test_files_without_a_rank_are_numbered_as_a_person_counts(folder: Path) -> N
 
 def test_two_files_of_one_rank_are_an_error_that_names_both(folder: Path) -> None:
     write(folder / "a.json", "x", rank=1)
-    write(folder / "rank1.json", "x")
+    write(folder / "rank1.json", "y")
     with pytest.raises(
-        RunError, match=r"a\.json \(distributedInfo\) and .*rank1\.json \(file name\) both claim rank 1"
+        RunError,
+        match=r"a\.json \(distributedInfo\) and .*rank1\.json \(file name\) both claim rank 1, and differ: .*a list of",
     ):
         load_run(folder)
+    assert names_of(load_run([folder / "rank1.json"])) == [(1, "y")]
+
+
+@pytest.mark.parametrize(
+    "names", [("rank1.json", "rank1.json.gz"), ("a.json", "a (copy).json"), ("a.json", "rank0.json")]
+)
+def test_a_copy_of_a_file_is_no_further_rank(folder: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        write(folder / name, "x", rank=0 if names[1] == "rank0.json" else None)
+    loaded = load_run(folder)
+    assert len(loaded.ranks) == 1
+    [reason] = reported(loaded, "not read")["reason"]
+    assert reason == f"a copy of {loaded.ranks['path'][0]}: the same events"
 
 
 def test_ranks_that_the_files_speak_of_but_are_not_there(folder: Path) -> None:
     write(folder / "a.json", "x", rank=3, world_size=8)
-    assert reported(load_run(folder), "missing ranks")["count"].to_list() == [7]
+    [missing] = reported(load_run(folder), "missing ranks").rows(named=True)
+    assert missing["count"] == 7
+    assert missing["reason"] == "the files speak of 8 ranks; there is none of rank 0, 1, 2, 4, 5, 6, 7"
 
 
 # --- what is not read -------------------------------------------------------------------------------------------------
@@ -205,11 +223,85 @@ def test_a_path_that_the_system_refuses_is_named() -> None:
         load_run("x" * 5000)
 
 
-def test_a_damaged_rank_is_an_error_even_in_a_folder(folder: Path) -> None:
-    write(folder / "rank0.json", "x")
+def test_ranks_of_jobs_with_other_ranks_in_their_default_group_are_no_run(folder: Path) -> None:
+    for rank, peers in ((0, [0, 1]), (1, [1, 2])):
+        groups = [{"pg_name": "7", "ranks": [rank]}, {"pg_name": "0", "pg_desc": "default_pg", "ranks": peers}]
+        write(folder / f"{rank}.json", "x", distributedInfo={"rank": rank, "world_size": 2, "pg_config": groups})
+    with pytest.raises(RunError, match=r"0\.json of ranks \[0, 1\]; \S+1\.json of ranks \[1, 2\]"):
+        load_run(folder)
+
+
+def test_ranks_recorded_at_another_time_are_no_run(folder: Path) -> None:
+    start_ns = 1_700_000_000 * 10**9
+    for rank, later_s in ((0, 0), (1, 50), (2, 100)):
+        write(folder / f"{rank}.json", f"x{rank}", rank=rank, baseTimeNanoseconds=start_ns + later_s * 10**9)
+    assert len(load_run(folder).ranks) == 3
+    write(folder / "3.json", "x", rank=3, baseTimeNanoseconds=start_ns + 161 * 10**9)
+    with pytest.raises(RunError, match=r"3\.json begins 61 s after \S+2\.json has ended: they are not of one run"):
+        load_run(folder)
+
+
+def test_clocks_that_do_not_count_from_1970_need_not_agree(folder: Path) -> None:
+    for rank in (0, 1):
+        write(folder / f"{rank}.json", f"x{rank}", rank=rank, baseTimeNanoseconds=rank * 10**15)
+    assert len(load_run(folder).ranks) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b'{"traceEvents": {}', b"\x1f\x8b\x08garbage", b"PAR1 and no more"])
+def test_a_damaged_rank_of_several_is_named_and_missing(folder: Path, cache_folder: Path, content: bytes) -> None:
+    write(folder / "rank0.json", "x", rank=0, world_size=2)
+    (folder / "rank1.json").write_bytes(content)
+    loaded = load_run(folder)
+    assert names_of(loaded) == [(0, "x")]
+    [damaged] = reported(loaded, "not read").select("path", "count", "reason").rows()
+    assert damaged[:2] == (str(folder / "rank1.json"), 1)
+    assert "rank1.json" in damaged[2]
+    assert reported(loaded, "missing ranks")["count"].to_list() == [1]
+    assert len(list(cache_folder.iterdir())) == 1
+
+
+def test_where_no_file_can_be_read_each_is_named(folder: Path) -> None:
+    (folder / "rank0.json").write_bytes(b"")
+    (folder / "rank1.json").write_bytes(b"[1, 2")
+    (folder / "rank2.json.tmp").write_bytes(b"{")
+    (folder / "report.nsys-rep").write_bytes(b"Q")
+    with pytest.raises(RunError) as caught:
+        load_run(folder)
+    for said in ("rank0.json is empty", "rank1.json: ", "rank2.json.tmp: its name", "nsys export --type sqlite"):
+        assert said in str(caught.value)
+
+
+def test_one_damaged_file_is_its_own_error(folder: Path) -> None:
     (folder / "rank1.json").write_bytes(b"")
     with pytest.raises(TraceError, match=r"rank1\.json is empty"):
-        load_run(folder)
+        load_run(folder / "rank1.json")
+
+
+def test_a_list_of_files_is_the_run_of_these(folder: Path) -> None:
+    for rank in range(3):
+        write(folder / f"rank{rank}.json", f"x{rank}")
+    assert names_of(load_run([folder / "rank2.json", str(folder / "rank0.json")])) == [(0, "x0"), (2, "x2")]
+    with pytest.raises(RunError, match=r"rank7\.json is no file"):
+        load_run([folder / "rank0.json", folder / "rank7.json"])
+    with pytest.raises(RunError, match="empty list"):
+        load_run([])
+
+
+def test_a_file_that_grows_while_it_is_read_is_reported_and_not_kept(
+    folder: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(folder / "rank0.json", "x")
+    read_trace = files.read_trace
+
+    def growing(path: Path) -> Any:
+        parsed = read_trace(path)
+        path.write_bytes(path.read_bytes() + b"  ")
+        return parsed
+
+    monkeypatch.setattr(files, "read_trace", growing)
+    [reason] = reported(load_run(path), "changed")["reason"]
+    assert reason.startswith("it changed while it was read, from ")
+    assert not cache_folder.exists()
 
 
 def test_a_truncated_rank_is_read_as_far_as_it_goes_and_reported(folder: Path) -> None:
@@ -227,13 +319,13 @@ def test_a_truncated_rank_is_read_as_far_as_it_goes_and_reported(folder: Path) -
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were parsed, not taken from the cache."""
     parsed: list[str] = []
-    read_trace = run.read_trace
+    read_trace = files.read_trace
 
     def counting(path: Path) -> Any:
         parsed.append(path.name)
         return read_trace(path)
 
-    monkeypatch.setattr(run, "read_trace", counting)
+    monkeypatch.setattr(files, "read_trace", counting)
     return parsed
 
 
@@ -383,8 +475,84 @@ def test_a_pool_that_forks_is_refused_for_it_would_hang(folder: Path) -> None:
 
 def test_an_error_in_a_worker_is_the_same_error(folder: Path) -> None:
     (folder / "rank1.json").write_bytes(b"")
-    with threads() as executor, pytest.raises(TraceError, match=r"rank1\.json is empty"):
-        load_run(folder, executor=executor)
+    with processes() as executor, pytest.raises(TraceError, match=r"rank1\.json is empty"):
+        load_run(folder / "rank1.json", executor=executor)
+
+
+# --- several ranks in a file ------------------------------------------------------------------------------------------
+
+
+def node(path: Path, *devices: int, **tables: Any) -> Path:
+    """An nsys export with a kernel on each device, each by a process of its own."""
+    kernels = [kernel(10 * d, 10 * d + 5, d, pid=20 + d, device=d) for d in devices]
+    return export(path, **{CUPTI + "KERNEL": kernels}, **tables)
+
+
+def test_one_file_of_several_ranks(folder: Path) -> None:
+    host = [{"start": 1, "end": 2, "eventType": 59, "text": "t", "globalTid": 99 << 24}]
+    loaded = load_run(node(folder / "report.sqlite", 0, 1, NVTX_EVENTS=host))
+    assert loaded.events.select("rank", "device").rows() == [(0, 0), (1, 1)]
+    columns = ("rank", "rank_source", "events", "kept", "dropped", "devices")
+    assert loaded.ranks.select(columns).rows() == [(0, "order", 2, 1, 1, [0]), (1, "order", 1, 1, 0, [1])]
+    assert reported(loaded, "dropped user_annotation").select("rank", "count").rows() == [(None, 1)]
+    assert loaded.metadata[1]["ranks"] == [0, 1]
+
+
+def test_ranks_that_a_file_only_counts_go_on_from_file_to_file(folder: Path) -> None:
+    node(folder / "host1.sqlite", 0, 1)
+    node(folder / "host2.sqlite", 0, 2)
+    loaded = load_run(folder)
+    assert loaded.events.select("rank", "device").rows() == [(0, 0), (1, 1), (2, 0), (3, 2)]
+
+
+def test_an_export_of_one_process_takes_the_rank_of_its_name(folder: Path) -> None:
+    for rank in (2, 5):
+        node(folder / f"report_rank{rank}.sqlite", rank)
+    loaded = load_run(folder)
+    assert loaded.ranks.select("rank", "rank_source", "devices").rows() == [
+        (2, "file name", [2]),
+        (5, "file name", [5]),
+    ]
+
+
+# --- archives ---------------------------------------------------------------------------------------------------------
+
+
+def archive(folder: Path, path: Path) -> Path:
+    with tarfile.open(path, "w:gz") as packed:
+        packed.add(folder, arcname="inside")
+    return path
+
+
+def test_an_archive_is_the_folder_that_it_holds(folder: Path, tmp_path: Path, reads: list[str]) -> None:
+    write(folder / "rank0.json", "x")
+    write(folder / "rank1.json.gz", "y")
+    (folder / "notes.txt").write_text("slow today")
+    (folder / "rank2.json").write_bytes(b"")
+    packed = archive(folder, tmp_path / "run.tar.gz")
+    loaded = load_run(packed)
+    assert loaded.events.equals(load_run(folder).events)
+    assert loaded.ranks["path"].to_list() == [str(packed)] * 2
+    assert set(loaded.report["path"]) == {str(packed)}
+    assert sorted(reported(loaded, "not read")["reason"].str.head(10)) == ["notes.txt:", "rank2.json"]
+    load_run(packed)
+    assert sorted(reads) == ["rank0.json", "rank1.json.gz", "rank2.json", "rank2.json", "rank2.json"]
+
+
+def test_an_archive_of_no_traces_names_the_archive(folder: Path, tmp_path: Path) -> None:
+    (folder / "et.json").write_text('{"schema": "1.1.1", "pid": 1, "nodes": []}')
+    with pytest.raises(
+        RunError, match=r"run\.tgz holds no trace that can be read:\s+et\.json: \S+run\.tgz/inside/et\.json"
+    ):
+        load_run(archive(folder, tmp_path / "run.tgz"))
+
+
+def test_a_damaged_archive_is_an_error(folder: Path, tmp_path: Path) -> None:
+    write(folder / "rank0.json", *(f"op{i}" for i in range(2000)))
+    packed = archive(folder, tmp_path / "run.tar.gz")
+    packed.write_bytes(packed.read_bytes()[:-200])
+    with pytest.raises(TraceError, match=r"run\.tar\.gz cannot be unpacked"):
+        load_run(packed)
 
 
 # --- what a person sees -----------------------------------------------------------------------------------------------
@@ -423,6 +591,7 @@ def snapshot(folder: Path) -> list[tuple[str, int, int]]:
         ("hta/cpu_only", [34], 15),
         ("hta/large_integer_trace", [70], 2),
         ("hta/execution_trace", [0], 55),
+        ("param/dlrm_kineto.tar.gz", list(range(8)), 19781),
     ],
 )
 def test_real_folders(traces: Path, user_cache: Path, name: str, ranks: list[int], kept: int) -> None:

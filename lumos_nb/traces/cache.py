@@ -21,13 +21,13 @@ _ENTRY = "lumos_nb"  # key of the Parquet file's own metadata
 _CHUNK_BYTES = 1 << 20
 
 
-def cache_path(path: Path) -> Path:
-    """Where the parse of `path` is kept: the name holds a hash of the file's bytes and the parser's version."""
+def cache_path(path: Path, folder: Path) -> Path:
+    """Where the parse of `path` is kept beside the files of `folder`: named by its content and the parser's version."""
     digest = blake2b(digest_size=16)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
-    return cache_folder(path.absolute().parent) / f"{digest.hexdigest()}-v{PARSER_VERSION}.parquet"
+    return cache_folder(folder.absolute()) / f"{digest.hexdigest()}-v{PARSER_VERSION}.parquet"
 
 
 def cache_folder(folder: Path) -> Path:

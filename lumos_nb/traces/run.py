@@ -1,30 +1,33 @@
-"""A folder of rank files, or one file, as one run."""
+"""The rank files of a folder, or one file, as one run."""
 
 from __future__ import annotations
 
-import itertools
 import re
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 
 from lumos_nb.display import html_table, text_table
-from lumos_nb.errors import RunError, UnsupportedFormat
+from lumos_nb.errors import RunError
 from lumos_nb.schema import EVENTS
-from lumos_nb.traces import cache as cached
-from lumos_nb.traces.formats import read_trace
+from lumos_nb.traces.files import files_of, loaded, read_file
 from lumos_nb.traces.kineto import rank_of, world_size_of
-from lumos_nb.traces.trace import NOTES, Trace
+from lumos_nb.traces.trace import Trace
 
-SUFFIXES = (".json", ".json.gz")
-"""Files of a folder that are taken for traces; the others are named in the report."""
+RANK_PATTERN = re.compile(r"(?i)(?<![a-z])(?:rank|worker)[-_. ]?(\d+)")
+"""What a file's name says about its rank."""
 
-RANK_PATTERNS = (re.compile(r"(?i)(?<![a-z])(?:rank|worker)[-_. ]?(\d+)"),)
-"""What a file's name says about its rank, first match first."""
+WALL_CLOCK_NS = 10**18
+"""Times beyond this (2001) count from 1970; others from the start of a machine, which need not be the same for all."""
+
+MAX_APART_NS = 60 * 10**9
+"""Ranks of one run were recorded at one time: on wall clocks that differ by seconds at most, not by a minute."""
 
 RANKS = {
     "rank": pl.Int32(),
@@ -51,9 +54,10 @@ class Run:
     events
         `schema.EVENTS` of all ranks, rank after rank, each in its file's order.
     ranks
-        One row a rank: `rank`, `path`, `rank_source` ("distributedInfo", "file name" or "order"), `world_size` (null if
-        the file does not say), `events` in the file, `kept` and `dropped` of them, `start_ns` and `end_ns` of the kept
-        ones, `devices` that they ran on, `bytes` of the file.
+        One row a rank: `rank`, `path`, `rank_source` ("distributedInfo", "file", "file name" or "order"), `world_size`
+        (null if the file does not say), `events` in the file, `kept` and `dropped` of them, `start_ns` and `end_ns` of
+        the kept ones, `devices` that they ran on, `bytes` of the file. What was dropped of a file of several ranks
+        counts for its first.
     report
         Columns `rank`, `path`, `what`, `count`, `reason`: every event and file that was not read, and every assumption.
     metadata
@@ -91,13 +95,14 @@ class Run:
         return html_table(self._overview(), caption=self._title())
 
 
-def load_run(path: str | Path, *, executor: Executor | None = None, cache: bool = True) -> Run:
-    """Read a folder of Kineto traces, one file a rank, or one file, as one run.
+def load_run(path: str | Path | Sequence[str | Path], *, executor: Executor | None = None, cache: bool = True) -> Run:
+    """Read traces of any supported format, one file a rank or one of several ranks, as one run.
 
     Parameters
     ----------
     path
-        A folder, whose `*.json` and `*.json.gz` files are taken (not those of its sub-folders), or one file.
+        A folder, whose files with the endings `files.SUFFIXES` are taken (not those of its sub-folders); a tar archive
+        of such a folder; one file; or a list of files, to name those that are meant.
     executor
         Reads the files in parallel; None reads them one after the other in this process. A pool of processes must not
         fork: give `ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))`.
@@ -108,41 +113,39 @@ def load_run(path: str | Path, *, executor: Executor | None = None, cache: bool 
     Returns
     -------
     Run
-        Events of all ranks; `report` says what was not read and why.
+        Events of all ranks. `report` says what was not read and why: of several files those that are damaged beyond
+        use or of other formats are left out, and their ranks are missing; so is a copy of another file.
 
     Raises
     ------
     RunError
-        There is no such path, no trace in it, two files claim one rank or speak of jobs of different sizes, a file
-        cannot be opened, or the executor forks.
+        There is no such path, or no trace in it that can be read; two different files claim one rank; the files are of
+        different jobs (of other sizes or default groups, or recorded at another time); a file cannot be opened; or the
+        executor forks.
     TraceError
-        A file is damaged beyond use. Files of other formats are no error beside traces; the report names them.
+        The one file given is damaged beyond use, or (`UnsupportedFormat`) of a format that is not read here.
 
     Examples
     --------
     >>> run = load_run("runs/gpt-pp8")  # doctest: +SKIP
     >>> run.report  # doctest: +SKIP
     """
-    path = Path(path)
     _refuse_forks(executor)
-    parsed: list[tuple[Path, Trace]] = []
     try:
-        files, others = _files(path)
-        read = partial(_read, cache=cache, by_path=executor is not None, strict=path.is_file())
-        for file, outcome in zip(files, executor.map(read, files) if executor else map(read, files), strict=True):
-            if isinstance(outcome, str):
-                others.append((file, outcome))
-            else:
-                parsed.append((file, _loaded(file, outcome) if isinstance(outcome, Path) else outcome))
+        with files_of(path) as (files, others, beside, alone, archive):
+            read = partial(read_file, cache=beside if cache else None, by_path=executor is not None, strict=alone)
+            parsed: list[tuple[Path, Trace]] = []
+            for file, outcome in zip(files, executor.map(read, files) if executor else map(read, files), strict=True):
+                if isinstance(outcome, str):
+                    others.append((file, outcome))
+                else:
+                    parsed.append((file, loaded(file, outcome) if isinstance(outcome, Path) else outcome))
+            if not parsed:
+                named = "".join(f"\n  {file.name}: {why}" for file, why in others)
+                raise RunError(f"{path} holds no trace that can be read:{named}")
+            return _run(parsed, others, archive)
     except OSError as error:  # no right to read, a name that is too long, a disk that fails
         raise RunError(f"{path} cannot be read: {error}. Put that right, or leave the file out.") from error
-    if not parsed:
-        named = "; ".join(f"{file.name}: {why}" for file, why in others[:3])
-        named = named or ("it holds folders only, which are not read" if any(path.iterdir()) else "it is empty")
-        raise RunError(
-            f"{path} holds no Kineto trace ({named}). Give a folder of *.json or *.json.gz traces, or one file."
-        )
-    return _run(_numbered(parsed), others)
 
 
 def _refuse_forks(executor: Executor | None) -> None:
@@ -158,125 +161,147 @@ def _refuse_forks(executor: Executor | None) -> None:
         )
 
 
-def _files(path: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """Files that may be traces, in the order of the numbers in their names, and the others with the reason."""
-    if path.is_file():
-        return [path], []
-    if not path.is_dir():
-        raise RunError(f"{path} does not exist: give a folder of traces, or one file.")
-    entries = sorted(path.iterdir(), key=lambda entry: _natural(entry.name))
-    files = [entry for entry in entries if entry.is_file()]
-    traces = [file for file in files if file.name.endswith(SUFFIXES) and not file.name.startswith(".")]
-    reason = f"its name does not end in {' or '.join(SUFFIXES)}, or it is hidden"
-    return traces, [(file, reason) for file in files if file not in traces]
+class _Ranked(NamedTuple):
+    """One rank of a run."""
+
+    rank: int
+    source: str
+    path: Path
+    trace: Trace
+    own: int
+    """The rank that it has in its file."""
+
+    @property
+    def several(self) -> bool:
+        """Whether its file holds further ranks."""
+        return len(self.trace.metadata.get("ranks", [])) > 1
+
+    def events(self) -> pl.DataFrame:
+        """The rank's rows."""
+        events = self.trace.events.filter(pl.col("rank") == self.own) if self.several else self.trace.events
+        return events.with_columns(rank=pl.lit(self.rank, pl.Int32))
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts rank-2 before rank-10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _read(path: Path, *, cache: bool, by_path: bool, strict: bool) -> Trace | Path | str:
-    """One rank's file: its parse, or the file of the cache that holds it, or why it is no trace.
-
-    A worker process answers `by_path` where it can: a table need not be sent then.
-    """
-    target = cached.cache_path(path) if cache else None
-    if target and target.exists():
-        return target
-    try:
-        parsed = _parsed(path, target)
-    except UnsupportedFormat as error:
-        if strict:
-            raise
-        return str(error)
-    return target if target and by_path and target.exists() else parsed
-
-
-def _parsed(path: Path, target: Path | None, *notes: tuple[str, int, str]) -> Trace:
-    """Read `path` and keep the parse at `target`."""
-    parsed = read_trace(path)
-    if target:
-        try:
-            cached.store(parsed, target)
-        except OSError as error:
-            notes += (("cache", 1, f"not written: {error}"),)
-    return parsed._replace(notes=parsed.notes.extend(pl.DataFrame(list(notes), schema=NOTES, orient="row")))
-
-
-def _loaded(path: Path, target: Path) -> Trace:
-    """The parse kept at `target`; a damaged one is made anew."""
-    try:
-        return cached.load(target)
-    except (OSError, ValueError) as error:
-        return _parsed(path, target, ("cache", 1, f"read again: {error}"))
-
-
-def _numbered(parsed: list[tuple[Path, Trace]]) -> list[tuple[int, str, Path, Trace]]:
-    """(rank, where it comes from, path, parse), by rank; no rank twice."""
-    found: dict[int, tuple[int, str, Path, Trace]] = {}
-    nameless: list[tuple[Path, Trace]] = []
-    for path, kineto in parsed:
-        rank, source = rank_of(kineto.metadata), "distributedInfo"
-        if rank is None:
-            rank, source = _rank_in_name(path.name), "file name"
-        if rank is None:
-            nameless.append((path, kineto))
-        elif rank in found:
-            _, other_source, other, _ = found[rank]
-            raise RunError(
-                f"{other} ({other_source}) and {path} ({source}) both claim rank {rank}: "
-                "a run has one file a rank, so move one of them out of the folder."
-            )
-        else:
-            found[rank] = (rank, source, path, kineto)
-    free = (rank for rank in itertools.count() if rank not in found)
-    ordered = [(rank, "order", path, kineto) for rank, (path, kineto) in zip(free, nameless, strict=False)]
-    return sorted([*found.values(), *ordered], key=lambda row: row[0])
+def _claims(path: Path, trace: Trace) -> list[tuple[int | None, str, int]]:
+    """(rank or None if nothing says which, where it comes from, rank in the file) of each rank of a file."""
+    ranks = trace.metadata.get("ranks", [])
+    counted = trace.metadata.get("ranks_counted", False)  # in the order in which the file has them, no more
+    if len(ranks) > 1 or (ranks and not counted and rank_of(trace.metadata) is None):
+        return [(None, "order", rank) if counted else (rank, "file", rank) for rank in ranks]
+    if (stated := rank_of(trace.metadata)) is not None:
+        return [(stated, "distributedInfo", stated)]
+    named = _rank_in_name(path.name)
+    return [(named, "order" if named is None else "file name", 0)]
 
 
 def _rank_in_name(name: str) -> int | None:
-    matches = (pattern.search(name) for pattern in RANK_PATTERNS)
-    rank = next((int(match.group(1)) for match in matches if match), None)
-    return rank if rank is not None and rank < 2**31 else None
+    match = RANK_PATTERN.search(name)
+    return int(match.group(1)) if match and int(match.group(1)) < 2**31 else None
 
 
-def _run(ranks: list[tuple[int, str, Path, Trace]], others: list[tuple[Path, str]]) -> Run:
-    report: list[tuple[int | None, str | None, str, int, str]] = []
-    for rank, source, path, kineto in ranks:
-        report += [(rank, str(path), *note) for note in kineto.notes.rows()]
-        if source != "distributedInfo":
-            report.append((rank, str(path), "rank", 1, f"the file names no rank: {rank} is from its {source}"))
-    report += [(None, str(path), "not read", 1, why) for path, why in others]
-    rows = [_rank_row(rank, source, path, kineto) for rank, source, path, kineto in ranks]
+def _numbered(parsed: list[tuple[Path, Trace]]) -> tuple[list[_Ranked], list[tuple[Path, str]]]:
+    """The ranks, in their order, none of them twice; and the files that are copies of others."""
+    found: dict[int, _Ranked] = {}
+    nameless: list[_Ranked] = []
+    copies: dict[Path, str] = {}
+    for path, trace in parsed:
+        for rank, source, own in _claims(path, trace):
+            one = _Ranked(-1 if rank is None else rank, source, path, trace, own)
+            others = nameless if rank is None else [found[rank]] if rank in found else []
+            if same := next((o for o in others if o.path != path and _is_copy(o.trace, trace)), None):
+                copies[path] = f"a copy of {same.path}: the same events"
+            elif rank is None:
+                nameless.append(one)
+            elif rank in found:
+                raise RunError(
+                    f"{found[rank].path} ({found[rank].source}) and {path} ({source}) both claim rank {rank}, and "
+                    "differ: move one of them out of the folder, or give load_run a list of the files that you mean."
+                )
+            else:
+                found[rank] = one
+    free = (rank for rank in count() if rank not in found)
+    ordered = [one._replace(rank=rank) for rank, one in zip(free, nameless, strict=False)]
+    return sorted([*found.values(), *ordered], key=lambda one: one.rank), list(copies.items())
+
+
+def _is_copy(one: Trace, other: Trace) -> bool:
+    """Whether two files hold the same events, to the ns: two ranks never do."""
+    return len(one.events) == len(other.events) > 0 and one.events.drop("rank").equals(other.events.drop("rank"))
+
+
+def _run(parsed: list[tuple[Path, Trace]], others: list[tuple[Path, str]], archive: Path | None) -> Run:
+    ranks, copies = _numbered(parsed)
+    tables = [one.events() for one in ranks]
+    rows = [_rank_row(one, events) for one, events in zip(ranks, tables, strict=True)]
     table = pl.DataFrame(rows, schema=RANKS, orient="row")
-    _refuse_two_jobs(table)
+    _refuse_two_jobs(table, ranks)
+    report: list[tuple[int | None, str | None, str, int, str]] = []
+    for one in ranks:
+        if not one.several or one.own == one.trace.metadata["ranks"][0]:
+            report += [(None if one.several else one.rank, str(one.path), *note) for note in one.trace.notes.rows()]
+        if one.source in ("file name", "order"):
+            reason = f"the file names no rank: {one.rank} is from its {one.source}"
+            report.append((one.rank, str(one.path), "rank", 1, reason))
+    report += [(None, str(path), "not read", 1, why) for path, why in [*copies, *others]]
     world = table["world_size"].max()
     if isinstance(world, int) and world > len(ranks):
-        report.append((None, None, "missing ranks", world - len(ranks), f"the files speak of {world} ranks"))
-    events = pl.concat([k.events.with_columns(rank=pl.lit(rank, pl.Int32)) for rank, _, _, k in ranks])
+        absent = sorted(set(range(world)) - {one.rank for one in ranks})
+        named = ", ".join(map(str, absent[:20])) + (", ..." if len(absent) > 20 else "")
+        reason = f"the files speak of {world} ranks; there is none of rank {named}"
+        report.append((None, None, "missing ranks", world - len(ranks), reason))
+    about = pl.DataFrame(report, schema=REPORT, orient="row")
+    if archive is not None:  # the files themselves are about to go
+        member = pl.col("path").str.split("/").list.last()
+        about = about.with_columns(
+            reason=pl.format("{}: {}", member.fill_null(""), "reason"), path=pl.lit(str(archive))
+        )
+        table = table.with_columns(path=pl.lit(str(archive)))
     return Run(
-        EVENTS.check(events),
+        EVENTS.check(pl.concat(tables)),
         table,
-        pl.DataFrame(report, schema=REPORT, orient="row"),
-        {rank: kineto.metadata for rank, _, _, kineto in ranks},
+        about,
+        {one.rank: one.trace.metadata for one in ranks},
     )
 
 
-def _refuse_two_jobs(ranks: pl.DataFrame) -> None:
-    """Raise if files speak of jobs of different sizes: their ranks are not ranks of one run."""
-    stated = ranks.drop_nulls("world_size").unique("world_size", keep="first", maintain_order=True)
-    if len(stated) > 1:
-        said = "; ".join(f"{path} of {size} ranks" for path, size in stated.select("path", "world_size").head(3).rows())
-        raise RunError(f"the files are of different jobs: {said}. Give each job a folder of its own.")
-
-
-def _rank_row(rank: int, source: str, path: Path, kineto: Trace) -> tuple[Any, ...]:
+def _rank_row(one: _Ranked, events: pl.DataFrame) -> tuple[Any, ...]:
     """A row of `RANKS`."""
-    events, kept = kineto.metadata["event_count"], len(kineto.events)
-    start, end = kineto.events.select(pl.col("start_ns").min(), end=(pl.col("start_ns") + pl.col("dur_ns")).max()).row(
-        0
-    )
-    devices = kineto.events["device"].unique().drop_nulls().sort().to_list()
-    world = world_size_of(kineto.metadata)
-    return (rank, str(path), source, world, events, kept, events - kept, start, end, devices, path.stat().st_size)
+    metadata, kept = one.trace.metadata, len(events)
+    dropped = metadata["event_count"] - kept
+    if "ranks" in metadata:  # a count for all ranks of the file, some of whose events may be several rows or none
+        lost = one.trace.notes.filter(pl.col("what").str.contains("^(dropped|unreadable)"))["count"].sum()
+        dropped = lost if one.own == metadata["ranks"][0] else 0
+    end_ns = (pl.col("start_ns") + pl.col("dur_ns")).max()
+    times = events.select(pl.col("start_ns").min(), end_ns=end_ns).row(0)
+    devices = events["device"].unique().drop_nulls().sort().to_list()
+    counts = (kept + dropped, kept, dropped)
+    world = world_size_of(metadata)
+    return (one.rank, str(one.path), one.source, world, *counts, *times, devices, one.path.stat().st_size)
+
+
+def _refuse_two_jobs(table: pl.DataFrame, ranks: list[_Ranked]) -> None:
+    """Raise if files speak of jobs that differ, or were recorded at another time: their ranks are not of one run."""
+    said = {one.path: f"{size} ranks" for one, size in zip(ranks, table["world_size"], strict=True) if size is not None}
+    groups = {one.path: f"ranks {group}" for one in ranks if (group := _default_group(one.trace.metadata))}
+    for facts in (said, groups):
+        if len(set(facts.values())) > 1:
+            shown = "; ".join(f"{path} of {fact}" for fact, path in list({v: k for k, v in facts.items()}.items())[:3])
+            raise RunError(f"the files are of different jobs: {shown}. Give each job a folder of its own.")
+    windows = table.filter(pl.col("start_ns") > WALL_CLOCK_NS).sort("start_ns")
+    windows = windows.with_columns(until_ns=pl.col("end_ns").cum_max().shift(1), before=pl.col("path").shift(1))
+    late = windows.filter(pl.col("start_ns") - pl.col("until_ns") > MAX_APART_NS)
+    for path, before, start_ns, until_ns in late.select("path", "before", "start_ns", "until_ns").head(1).rows():
+        raise RunError(
+            f"{path} begins {(start_ns - until_ns) / 1e9:,.0f} s after {before} has ended: they are not of one run. "
+            "Give each run a folder of its own, or give load_run a list of the files that belong together."
+        )
+
+
+def _default_group(metadata: dict[str, Any]) -> str | None:
+    """The ranks of the process group of all ranks, as the profiler lists them; None if it does not."""
+    info = metadata.get("distributedInfo")
+    groups = info.get("pg_config") if isinstance(info, dict) else None
+    for group in groups if isinstance(groups, list) else []:
+        if isinstance(group, dict) and (group.get("pg_desc") == "default_pg" or group.get("pg_name") == "default_pg"):
+            return str(group.get("ranks"))
+    return None
