@@ -18,7 +18,6 @@ from lumos_nb.calls import (
     classify,
 )
 from lumos_nb.schema import EVENTS, OPS
-from lumos_nb.scopes import layers_of
 from lumos_nb.threads import thread_ops
 
 RAW_COLUMNS: dict[str, pl.DataType] = {
@@ -85,11 +84,18 @@ def build_ops(events: pl.DataFrame) -> pl.DataFrame:
     >>> ln.build_ops(run.events).group_by("kind").len()  # doctest: +SKIP
     """
     events = EVENTS.check(events)
-    ranks = [_rank_ops(part) for part in events.partition_by("rank", maintain_order=True)]
-    if not ranks:
-        return OPS.empty().with_columns(pl.lit(None, dtype).alias(name) for name, dtype in RAW_COLUMNS.items())
-    ops = pl.concat(ranks).with_columns(op_id=pl.int_range(pl.len(), dtype=pl.Int64))
-    return OPS.check(ops)
+    events = _distinct_ids(events)
+    threads = thread_ops(events, step_marks(events))
+    ops = _communication(
+        pl.concat([threads, _device_ops(events, threads)], how="diagonal_relaxed").with_row_index("at")
+    )
+    ops = ops.sort("rank", "at") if ops["rank"].n_unique() > 1 else ops
+    ops = ops.with_columns(
+        op_id=pl.int_range(pl.len(), dtype=pl.Int64), bytes=pl.col("own_args").str.extract(_BYTES).cast(pl.Float64)
+    )
+    return ops.select(
+        (pl.col(c) if c in ops.columns else pl.lit(None)).cast(dtype).alias(c) for c, dtype in _ALL_COLUMNS.items()
+    )
 
 
 def step_marks(events: pl.DataFrame) -> pl.DataFrame:
@@ -105,63 +111,21 @@ def step_marks(events: pl.DataFrame) -> pl.DataFrame:
     return marks.with_columns(end_ns=pl.coalesce(following, "end_ns"))
 
 
-def _rank_ops(events: pl.DataFrame) -> pl.DataFrame:
-    events = _distinct_ids(events)
-    marks = step_marks(events)
-    host = events.filter(pl.col("thread").is_not_null() & (pl.col("dur_ns") >= 0))
-    host = host.join(layers_of(events), on="event_id", how="left", maintain_order="left")
-    lanes = [thread_ops(lane, marks) for lane in host.partition_by("thread", maintain_order=True)]
-    threads = pl.concat([_EMPTY, *lanes], how="diagonal_relaxed")
-    ops = _communication(pl.concat([threads, _device_ops(events, threads)], how="diagonal_relaxed"))
-    ops = ops.with_columns(
-        shapes=pl.col("args").str.extract(_SHAPES),
-        dtype=pl.col("args").str.extract(_DTYPE),
-        bytes=pl.col("own_args").str.extract(_BYTES).cast(pl.Float64),
-    )
-    missing = [pl.lit(None, dtype).alias(c) for c, dtype in _ALL_COLUMNS.items() if c not in ops.columns]
-    return ops.with_columns(missing).select(pl.col(c).cast(dtype) for c, dtype in _ALL_COLUMNS.items())
-
-
 def _distinct_ids(events: pl.DataFrame) -> pl.DataFrame:
     """No correlation id of 0 (it means none) nor one that launches share: work belongs to the last one before it."""
     events = events.with_columns(pl.col("correlation").replace(0, None))
     is_call = pl.col("category").is_in(CALL_CATEGORIES)
-    ids = events.filter(is_call)["correlation"].drop_nulls()
+    ids = events.filter(is_call & pl.col("correlation").is_not_null()).select("rank", "correlation")
     shared = ids.filter(ids.is_duplicated()).unique()
     if shared.is_empty():
         return events
     launches = (is_call & (classify(pl.col("name"), CALL_PATTERNS) == "launch")).fill_null(value=False)
-    nth = launches.cum_sum().over("correlation", order_by="start_ns")
+    nth = launches.cum_sum().over("rank", "correlation", order_by="start_ns")
     fresh = (pl.struct("correlation", nth=nth).hash(8) // 2).cast(pl.Int64)
-    again = pl.col("correlation").is_in(shared.implode()) & (nth > 1)
+    again = pl.struct("rank", "correlation").is_in(shared.to_struct().implode()) & (nth > 1)
     return events.with_columns(correlation=pl.when(again).then(fresh).otherwise("correlation"))
 
 
-_EMPTY = pl.DataFrame(
-    schema={
-        "name": pl.String,
-        "start_ns": pl.Int64,
-        "call": pl.String,
-        "correlation": pl.Int64,
-        "step": pl.Int32,
-        "thread": pl.Int64,
-        "parent": pl.String,
-        "around": pl.String,
-        "frame": pl.Int64,
-        "top_frame": pl.Int64,
-        "args": pl.String,
-        "phase": pl.String,
-        "micro_batch": pl.Int32,
-        "layer": pl.String,
-        "site": pl.UInt64,
-        "call_name": pl.String,
-        "label": pl.String,
-        "launch_ns": pl.Int64,
-    }
-)
-_LIST = r"\[(?:[^\[\]]|\[(?:[^\[\]]|\[[^\[\]]*\])*\])*\]"
-_SHAPES = rf'"Input Dims":\s*({_LIST})'
-_DTYPE = r'"Input type":\s*\[[^\]]*?"([^"\]]+)"'
 _BYTES = r'"bytes":\s*(\d+)'
 
 
@@ -171,7 +135,7 @@ def _host_comm(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     An execution names no call, so the last execution of a type belongs to the last issue of that type, and so on back.
     """
     name = pl.col("name")
-    from_end = pl.int_range(pl.len(), 0, -1).over("collective")
+    from_end = pl.int_range(pl.len(), 0, -1).over("rank", "collective")
     runs = events.filter((pl.col("category") == "user_annotation") & name.str.contains(HOST_COMM)).sort(
         "start_ns", "event_id"
     )
@@ -179,6 +143,7 @@ def _host_comm(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     label = pl.col("label")
     issues = host.filter((pl.col("call") == "launch") & label.str.contains(COMM_LABEL)).sort("start_ns")
     issues = issues.select(
+        "rank",
         "correlation",
         collective=label.str.extract(COMM_LABEL, 2),
         group=label.str.extract(COMM_LABEL, 3),
@@ -186,7 +151,7 @@ def _host_comm(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
         comm_bytes=label.str.extract(COMM_LABEL, 5).cast(pl.Int64, strict=False),
         peer=label.str.extract(COMM_LABEL, 7).cast(pl.Int32, strict=False),
     ).with_columns(from_end=from_end)
-    paired = runs.drop("correlation").join(issues, on=["collective", "from_end"], how="left")
+    paired = runs.drop("correlation").join(issues, on=["rank", "collective", "from_end"], how="left")
     p2p = pl.col("collective").is_in(["send", "recv"])
     return paired.select(
         "rank",
@@ -225,10 +190,11 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
             kind=pl.col("category").replace_strict(DEVICE_CATEGORIES),
             lane=pl.format("gpu{}:{}", pl.col("device"), pl.col("stream")),
         )
-        .sort("device", "stream", "start_ns", "event_id")
+        .sort("rank", "device", "stream", "start_ns", "event_id")
     )
     device = pl.concat([device, _host_comm(events, host)], how="diagonal_relaxed")
     launches = host.filter((pl.col("call") == "launch") & pl.col("correlation").is_not_null()).select(
+        "rank",
         "correlation",
         "step",
         "thread",
@@ -236,7 +202,8 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
         "around",
         "frame",
         "top_frame",
-        "args",
+        "shapes",
+        "dtype",
         "phase",
         "micro_batch",
         "layer",
@@ -244,34 +211,32 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
         "call_name",
         "launch_ns",
     )
-    linked = device.join(
-        launches.unique("correlation", keep="first"), on="correlation", how="left", maintain_order="left"
-    )
+    key = ["rank", "correlation"]
+    linked = device.join(launches.unique(key, keep="first"), on=key, how="left", maintain_order="left")
     # Work whose launch is not in the trace belongs to the step of the work before it on its stream. Only the backlog,
     # launched ahead of the window, has none before it.
-    return linked.with_columns(pl.col("step").forward_fill().over("lane"))
+    return linked.with_columns(pl.col("step").forward_fill().over("rank", "lane"))
 
 
-def _communication(device: pl.DataFrame) -> pl.DataFrame:
-    """Mark the communication kernels and say which collective each is, of how many bytes, in which group."""
-    is_comm = (pl.col("kind") == "kernel") & pl.col("name").str.contains(COMM_KERNELS)
-    is_comm = is_comm | (pl.col("call") == HOST_COLLECTIVE)
-    comm = device.filter(is_comm)
-    comm = comm.with_columns(arguments(comm["own_args"], COMM_ARGUMENTS))
+def _communication(ops: pl.DataFrame) -> pl.DataFrame:
+    """Mark the communication ops and say which collective each is, of how many bytes, in which group."""
+    kernels = ops.filter(pl.col("kind") == "kernel").filter(pl.col("name").str.contains(COMM_KERNELS))
+    comm = pl.concat([kernels, ops.filter(pl.col("call") == HOST_COLLECTIVE)])
     if comm.is_empty():
-        return device
+        return ops
+    comm = comm.drop("dtype").with_columns(arguments(comm["own_args"], COMM_ARGUMENTS))
     stated = classify(pl.col("Collective name"), COMM_TYPES)
     around = classify(pl.col("around"), COMM_TYPES)
     elements = pl.max_horizontal("In msg nelems", "Out msg nelems")
     comm = comm.select(
-        "event_id",
+        "at",
         pl.coalesce(stated, around, classify(pl.col("name"), COMM_TYPES), pl.lit("unknown")).alias("collective"),
         group=pl.col("Process Group Name"),
         group_size=pl.col("Group size").cast(pl.Int32, strict=False),
         comm_bytes=elements * pl.col("dtype").replace_strict(ELEMENT_BYTES, default=None),
         comm_seq=pl.col("Seq"),
     )
-    known = [c for c in comm.columns if c in device.columns and c != "event_id"]
-    joined = device.join(comm, on="event_id", how="left", maintain_order="left", suffix="_stated")
+    known = [c for c in comm.columns if c in ops.columns and c != "at"]
+    joined = ops.join(comm, on="at", how="left", maintain_order="left", suffix="_stated")
     joined = joined.with_columns(pl.coalesce(f"{c}_stated", c).alias(c) for c in known)
     return joined.with_columns(kind=pl.when(pl.col("collective").is_not_null()).then(pl.lit("comm")).otherwise("kind"))

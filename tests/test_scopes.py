@@ -23,7 +23,7 @@ def events(*rows: tuple[str, str, int, int, int, int | None]) -> pl.DataFrame:
 
 
 def layers(*rows: tuple[str, str, int, int, int, int | None]) -> dict[int, str]:
-    return dict(layers_of(events(*rows)).iter_rows())
+    return dict(layers_of(events(*rows)).select("event_id", "layer").iter_rows())
 
 
 def test_a_range_names_the_layer_of_what_it_encloses() -> None:
