@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ def format_share(share: float) -> str:
 def text_table(frame: pl.DataFrame, *, caption: str = "", max_rows: int = 20) -> str:
     """Draw a frame as aligned text, numbers to the right.
 
-    Columns whose name ends in `_ns`, `bytes` or `share` are shown in natural units, without that ending in the heading.
+    Columns whose name ends in `_ns`, `bytes` or `share` are shown in natural units, without that ending in the heading;
+    readings of a clock (`start_ns` and the like) as ms after the earliest in the table, with a plus.
     Rows after the first `max_rows` are counted, not shown.
     """
     heads, rows, numeric, more = _cells(frame, max_rows)
@@ -73,8 +76,29 @@ def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
     return f"{number:.{max(0, 2 - math.floor(math.log10(abs(number))))}f} {unit}"
 
 
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
 def _plain(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """A value as text that cannot steer a terminal: what controls it is spelt out."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+_INSTANTS = ("start_ns", "end_ns", "begin_ns", "at_ns")
+_LONG_AGO_NS = 10**13
+"""No step begins so long after its trace's zero: beyond, a time in a column that ends so is a clock's reading."""
+
+
+def _zero_ns(frame: pl.DataFrame) -> dict[str, int]:
+    """Columns of clock readings -> the earliest of them all: its nineteen digits nobody could read."""
+    least = {name: frame[name].min() for name in frame.columns if name.endswith(_INSTANTS)}
+    clocks = {name: at for name, at in least.items() if isinstance(at, int) and at >= _LONG_AGO_NS}
+    return dict.fromkeys(clocks, min(clocks.values(), default=0))
+
+
+def _after(zero_ns: int, time_ns: float) -> str:
+    return f"+{(time_ns - zero_ns) / 1e6:.3f} ms"
 
 
 _BY_ENDING: tuple[tuple[str, Callable[[float], str]], ...] = (
@@ -87,11 +111,13 @@ _BY_ENDING: tuple[tuple[str, Callable[[float], str]], ...] = (
 def _cells(frame: pl.DataFrame, max_rows: int) -> tuple[list[str], list[list[str]], list[bool], str]:
     """Headings, rows of formatted cells, which columns are numbers, and the line that counts the rows left out."""
     numeric = [dtype.is_numeric() for dtype in frame.dtypes]
-    heads, formats = [], []
+    zero_ns = _zero_ns(frame)
+    heads: list[str] = []
+    formats: list[Callable[[float], str]] = []
     for name, is_number in zip(frame.columns, numeric, strict=True):
         ending, write = next(((e, f) for e, f in _BY_ENDING if is_number and name.endswith(e)), ("", _plain))
         heads.append((name.removesuffix(ending).rstrip("_") or name).replace("_", " "))
-        formats.append(write)
+        formats.append(partial(_after, zero_ns[name]) if name in zero_ns else write)
     rows = [
         ["" if value is None else write(value) for value, write in zip(row, formats, strict=True)]
         for row in frame.head(max_rows).iter_rows()

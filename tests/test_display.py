@@ -90,3 +90,29 @@ def test_text_is_aligned_with_numbers_to_the_right():
 def test_an_empty_frame_is_an_empty_table(frame, text):
     assert cells(html_table(frame), "td") == []
     assert text_table(frame) == text
+
+
+def test_readings_of_a_clock_are_shown_as_ms_after_the_earliest_and_other_times_as_they_are():
+    zero_ns = 1_796_002_192_806_098_578
+    frame = pl.DataFrame(
+        {
+            "start_ns": [zero_ns + 2_345_678, zero_ns, None],
+            "measured_start_ns": [zero_ns + 1, zero_ns + 2_000_000, None],
+            "dur_ns": [5_000, 6_000, 7_000],
+        }
+    )
+    assert text_table(frame).splitlines()[2:] == [
+        "+2.346 ms       +0.000 ms  5.00 µs",
+        "+0.000 ms       +2.000 ms  6.00 µs",
+        "                           7.00 µs",
+    ]
+    already = pl.DataFrame({"start_ns": [0, 2_345_678]})
+    assert "2.35 ms" in text_table(already)
+    assert "+" not in text_table(already)
+
+
+@pytest.mark.parametrize("draw", [text_table, html_table], ids=["text", "HTML"])
+def test_a_name_cannot_steer_a_terminal_or_break_a_row(draw):
+    drawn = draw(pl.DataFrame({"name": ["\x1b[2J\nα\u202e\x9b"]}))
+    assert r"\x1b[2J\nα\u202e\x9b" in drawn
+    assert not set(drawn) & set("\x1b\x9b\u202e")
