@@ -17,6 +17,10 @@ MAX_EDGE_LOSS = 4
 REPORT = {"what": pl.String(), "rank": pl.Int32(), "count": pl.Int64(), "time_ns": pl.Int64(), "detail": pl.String()}
 """Columns of `Graph.report`."""
 
+CONTRADICTED = 0.1
+"""Share of collectives that rank shifts may contradict: 0.00 to 0.06 where clocks differ (V100, gloo), 0.29 where one
+rank of a job ends late all the time (StragglerAnalysis, AR)."""
+
 SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
 """Collectives that end together on all ranks, to within their last message; the others may end apart."""
 
@@ -135,8 +139,8 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     Method: the median over collectives of this rank's end minus the lowest rank's, on symmetric collectives if there
     are any. A message ends later on the rank that receives it: the two directions are taken apart, and their mean is
     the offset. A rank that the lowest never meets is aligned with those that were aligned before it. Clocks stay as
-    they are where the shifts would make more collectives end before their last rank had arrived: then a rank is late
-    at the ends themselves, not its clock.
+    they are where shifts would let many collectives end before their last rank had arrived (`CONTRADICTED`): then it
+    is not its clock by which a rank ends later than the others.
     """
     ends = ops.filter(pl.col("match").is_not_null()).select(
         "match", "rank", "collective", end_ns=pl.col("start_ns") + pl.col("dur_ns")
@@ -151,8 +155,8 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         start_ns=pl.col("start_ns") - pl.col("offset").fill_null(0),
         launch_ns=pl.col("launch_ns") - pl.col("offset").fill_null(0),
     )
-    if (worse := _impossible_ns(shifted)) > _impossible_ns(ops):
-        detail = f"shifts by collectives' ends would make {worse} ns of transfers end before their last rank arrives"
+    if (worse := _contradicted(shifted)) > max(CONTRADICTED, _contradicted(ops)):
+        detail = f"shifts by collectives' ends would let {worse:.0%} of them end before their last rank has arrived"
         kept = {"what": "rank clocks kept", "rank": None, "count": offsets.height, "time_ns": 0, "detail": detail}
         return ops, pl.DataFrame([kept], schema=REPORT, orient="row")
     report = offsets.select(
@@ -178,11 +182,11 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     return shifted.drop("offset"), pl.concat([report, unknown])
 
 
-def _impossible_ns(ops: pl.DataFrame) -> int:
-    """By how much, all in all, collectives end on a rank before all their ranks have arrived."""
-    end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    early_ns = (pl.col("start_ns").max().over("match") - end_ns).clip(0)
-    return int(ops.filter(pl.col("match").is_not_null()).select(early_ns.sum()).item())
+def _contradicted(ops: pl.DataFrame) -> float:
+    """Share of the collectives that end on a rank before all their ranks have arrived."""
+    early = pl.col("start_ns").max() > (pl.col("start_ns") + pl.col("dur_ns")).min()
+    matched = ops.filter(pl.col("match").is_not_null()).group_by("match").agg(early=early)
+    return float(matched["early"].sum() / max(matched.height, 1))
 
 
 def _offsets(ends: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:

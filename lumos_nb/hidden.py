@@ -81,8 +81,11 @@ def _in_gaps(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
     The ranks are told by the data: those that end the gap together. Where they do so long after the last of them began
     it, they waited for another rank, which began its gap just before and goes on to wait for something else: its gap
-    is cut in two there. Returns the ops with such gaps cut, and the rows that are collectives.
+    is cut in two there. Returns the ops with such gaps cut, and the rows that are collectives. Beside devices there are
+    none: their ends explain what threads wait for.
     """
+    if ops["device"].is_not_null().any():
+        return ops, pl.DataFrame(schema={"op_id": pl.Int64, "key": pl.String})
     gaps = ops.filter((pl.col("kind") == "gap") & pl.col("call").is_null()).select(
         "op_id", "rank", "step", "name", "phase", "start_ns", "dur_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns")
     )
@@ -149,7 +152,7 @@ def _latecomers(gaps: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
 
 
 def _cut(ops: pl.DataFrame, late: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """`ops`, numbered anew, with each gap of `late` in two at `cut_ns`; `was` is the old id, negative in first parts."""
+    """`ops`, numbered anew, with each gap of `late` in two at `cut_ns`; `was` is the old id, of first parts < 0."""
     late = late.unique("op_id", keep="first", maintain_order=True)
     rows = ops.join(late.select("op_id", "cut_ns"), on="op_id", how="left", maintain_order="left")
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
