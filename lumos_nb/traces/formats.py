@@ -16,6 +16,7 @@ KINETO, NSYS, ROCPROFILER, TIMELINE, SCHEDULE = "kineto", "nsys", "rocprofiler",
 READERS = {
     KINETO: ("lumos_nb.traces.kineto", "read_kineto"),
     NSYS: ("lumos_nb.traces.nsys", "read_nsys"),
+    ROCPROFILER: ("lumos_nb.traces.rocprofiler", "read_rocprofiler"),
     TIMELINE: ("lumos_nb.traces.timeline", "read_timeline"),
 }
 """Format -> module and function that reads it; a function takes a path and returns a `Trace`."""
