@@ -22,6 +22,10 @@ CALL_PATTERNS: tuple[tuple[str, str], ...] = (
     ("elapsed", r"^(cuda|hip)EventElapsedTime"),
     ("alloc", r"^(cuda|hip)(Malloc|HostAlloc|MallocHost|HostRegister|HostMalloc)$|^cuMemAlloc"),
     ("alloc", r"^cu(Module|Library)Load|^hipModuleLoad"),
+    ("launch", r"^runFunction|^enqueueCommand mem(cpy|set)"),  # MTIA, here and below
+    ("record", r"^recordEvent$"),
+    ("wait_event", r"^enqueueCommand waitOnEvent$"),
+    ("sync_stream", r"^synchronizeStream$"),
 )
 """`free` waits for the whole device and then costs its own time; `alloc` only costs its own time. `elapsed` is kept
 because a wait for the events that it reads, which many profilers do not record, lies in the gap before it."""
