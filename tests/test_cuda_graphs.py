@@ -42,7 +42,7 @@ def test_shorter_kernels_bring_what_follows_them_forward(name: str, saved: float
 
 
 def test_a_graph_of_a_real_server(traces: Path) -> None:
-    """25 launches of HIP graphs with 361 kernels; the GPU works for 156 of 308 ms, and half as long kernels save half."""
+    """25 launches of HIP graphs, 361 kernels: the GPU works for 156 of 308 ms, and half as long kernels save half."""
     run = load_run(traces / "tracelens/inference/vllm_prefilldecode_piecewise/graph_execution.json.gz", cache=False)
     recording = Recording.of(run)
     [measured_ns] = recording.step_times()["step_ns"]
