@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from lumos_nb.critical_path import Result as Result
     from lumos_nb.critical_path import replay as replay
     from lumos_nb.critical_path import sweep as sweep
+    from lumos_nb.engine import Pool as Pool
+    from lumos_nb.engine import Resources as Resources
+    from lumos_nb.engine import simulate as simulate
     from lumos_nb.evaluate import delayed_steps as delayed_steps
     from lumos_nb.evaluate import mechanistic as mechanistic
     from lumos_nb.evaluate import score_waits as score_waits
@@ -48,6 +51,7 @@ _MODULES = {
     "lumos_nb.steady": ("repeat",),
     "lumos_nb.critical_path": ("Result", "replay", "sweep"),
     "lumos_nb.partition": ("activity", "breakdown", "compare"),
+    "lumos_nb.engine": ("Pool", "Resources", "simulate"),
     "lumos_nb.evaluate": ("delayed_steps", "mechanistic", "score_waits", "what_ifs"),
     "lumos_nb.findings": ("exposed_communication", "waits_for"),
     "lumos_nb.ledger": ("check_prediction", "read_ledger", "save_prediction"),

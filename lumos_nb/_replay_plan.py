@@ -251,9 +251,9 @@ class SweepPlan:
     @classmethod
     def of(cls, graph: Graph, plan: Plan, by: str | pl.Expr) -> SweepPlan:
         """The plan of `graph`'s sweep, ops classed by a column or an expression, lags by their rule."""
-        of_ops, dur_class = _codes(_op_classes(graph.ops, by))
+        of_ops, dur_class = codes(_op_classes(graph.ops, by))
         lags = graph.edges.select(pl.when(pl.col("lag_ns") > 0).then("lag:" + pl.col("rule"))).to_series()
-        of_lags, lag_class = _codes(lags)
+        of_lags, lag_class = codes(lags)
         classes = (*of_ops, *of_lags)
         if both := set(of_ops) & set(of_lags):
             raise ScenarioError(
@@ -292,7 +292,7 @@ def _op_classes(ops: pl.DataFrame, by: str | pl.Expr) -> pl.Series:
     return classes.cast(pl.String)
 
 
-def _codes(values: pl.Series) -> tuple[list[str], Int64s]:
+def codes(values: pl.Series) -> tuple[list[str], Int64s]:
     """Distinct values in order, and of each value its place among them (-1: null)."""
     names = values.drop_nulls().unique().sort()
     return names.to_list(), values.cast(pl.Enum(names)).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()

@@ -105,7 +105,11 @@ def replay(graph: Graph) -> Result:
     >>> result.step_ns, result.path.tail(3), result.composition
     """
     plan = Plan.of(graph)
-    start = plan.starts()
+    return result_of(graph, plan, plan.starts())
+
+
+def result_of(graph: Graph, plan: Plan, start: Int64s) -> Result:
+    """What follows from when the ops of `plan` start (n,), from the replay's 0: steps, slack, path."""
     end = start + plan.dur_ns
     origin_ns = graph.ops["start_ns"].min() or 0
     assert isinstance(origin_ns, int)
