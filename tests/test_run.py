@@ -576,6 +576,31 @@ def test_a_run_of_a_trace_without_events_can_be_shown(folder: Path) -> None:
     assert "Run of 1 rank: 0 events" in repr(loaded)
 
 
+# --- for other programs -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_to_pandas_parquet_and_perfetto(folder: Path, tmp_path: Path) -> None:
+    write(folder / "rank0.json", "x", rank=0)
+    write(folder / "rank1.json", "y", "z", rank=1)
+    loaded = load_run(folder)
+    frame = loaded.to_pandas()
+    assert frame["thread"].isna().tolist() == [False, True, False, False, True]
+    assert frame["start_ns"].tolist() == loaded.events["start_ns"].to_list()
+    written = loaded.to_parquet(tmp_path / "new" / "out")
+    for name in ("events", "ranks", "report"):
+        assert pl.read_parquet(written / f"{name}.parquet").equals(getattr(loaded, name))
+    again = load_run(loaded.to_perfetto(tmp_path / "run.json.gz"))
+    assert again.events.select("name", "start_ns", "dur_ns").equals(loaded.events.select("name", "start_ns", "dur_ns"))
+    with pytest.raises(TraceError, match="cannot be written"):
+        loaded.to_parquet(folder / "rank0.json")
+
+
+def test_a_run_without_events_makes_no_picture(folder: Path, tmp_path: Path) -> None:
+    (folder / "rank0.json").write_text('{"traceEvents": []}')
+    with pytest.raises(TraceError, match="no event was recorded"):
+        load_run(folder).to_perfetto(tmp_path / "run.json")
+
+
 # --- real runs --------------------------------------------------------------------------------------------------------
 
 

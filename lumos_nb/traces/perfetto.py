@@ -1,4 +1,4 @@
-"""A step as a file for ui.perfetto.dev or chrome://tracing, in Chrome's JSON trace format.
+"""A step, or a run, as a file for ui.perfetto.dev or chrome://tracing, in Chrome's JSON trace format.
 
 Measured and replayed ranks are processes side by side on one clock, lanes are threads, the critical path is arrows. A
 viewer draws what lies in a thread as a stack of nested slices and drops those that merely overlap; rows of a lane that
@@ -49,6 +49,7 @@ class Replayed(HasOps, Protocol):
         """In time order: `op_id`, `path_ns` (0 where the path leaves an op at its start), `rule` that led to the op."""
 
 
+@runtime_checkable
 class HasEvents(Protocol):
     """A `Run`, or anything else with an event table."""
 
@@ -72,8 +73,8 @@ class _Record(msgspec.Struct, omit_defaults=True, gc=False):
     args: Any = None
 
 
-def write_perfetto(source: HasOps, path: str | Path, *, run: HasEvents | None = None) -> Path:
-    """Write a step for Perfetto or chrome://tracing.
+def write_perfetto(source: HasOps | HasEvents, path: str | Path, *, run: HasEvents | None = None) -> Path:
+    """Write a step, or all that was recorded, for Perfetto or chrome://tracing.
 
     Every rank is a process, every lane a thread: CPU threads first, then streams. A slice has its op's kind as category
     and the columns of the op table as arguments. Waiting for the peers of a collective is a slice from the arrival to
@@ -81,9 +82,10 @@ def write_perfetto(source: HasOps, path: str | Path, *, run: HasEvents | None = 
 
     Parameters
     ----------
-    source : Graph or Result
+    source : Graph, Result or Run
         A graph gives processes "rank r". A result gives "rank r measured" and "rank r replayed", with the critical path
-        as arrows between replayed slices, named after the rule by which one op waits for the other.
+        as arrows between replayed slices, named after the rule by which one op waits for the other. A run gives "rank r
+        trace".
     path
         A file, `*.json`, or `*.json.gz` to compress it. An existing file is replaced.
     run
@@ -97,23 +99,30 @@ def write_perfetto(source: HasOps, path: str | Path, *, run: HasEvents | None = 
     Raises
     ------
     TraceError
-        No op has a start, so that there is nothing to draw; or the file cannot be written.
+        No op has a start, or no event was recorded, so that there is nothing to draw; or the file cannot be written.
 
     Examples
     --------
     >>> write_perfetto(replay(graph), "step.json.gz")  # doctest: +SKIP
     """
     path = Path(path)
-    require(source, "ops")
     replayed = source if isinstance(source, Replayed) else None
-    tables = [_slices(replayed.graph.ops, "measured"), _slices(replayed.ops, "replayed")] if replayed else []
-    tables = tables or [_slices(source.ops, "")]
+    if replayed is not None:
+        tables = [_slices(replayed.graph.ops, "measured"), _slices(replayed.ops, "replayed")]
+    elif isinstance(source, HasEvents):
+        tables = [_recorded(EVENTS.check(source.events))]
+    else:
+        require(source, "ops")
+        tables = [_slices(source.ops, "")]
     times = pl.concat(table.select("start_ns", "end_ns") for table in tables)
     if times.is_empty():
-        raise TraceError(f"{path} is not written: no op has a start. Replay the graph, and write the result.")
+        what = "no event was recorded" if isinstance(source, HasEvents) else "no op has a start"
+        raise TraceError(f"{path} is not written: {what}. Replay a graph of a recorded step, and write the result.")
     if run is not None:
         require(run, "events")
-        tables.append(_recorded(run.events, times))
+        begin_ns, end_ns = times.select(pl.min("start_ns"), pl.max("end_ns")).row(0)
+        while_it_ran = (pl.col("start_ns") + pl.col("dur_ns") >= begin_ns) & (pl.col("start_ns") <= end_ns)
+        tables.append(_recorded(EVENTS.check(run.events).filter(while_it_ran)))
         times = pl.concat([times, tables[-1].select("start_ns", "end_ns")])
     zero_ns = times.select(pl.min("start_ns")).item()
     tables = [_disentangled(table) for table in tables]
@@ -164,18 +173,12 @@ def _slices(ops: pl.DataFrame, role: str) -> pl.DataFrame:
     ).with_columns(pl.when(pl.col(pl.Boolean)).then(pl.lit(True)))
 
 
-def _recorded(events: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
-    """Events of the time of the ops, as slices."""
-    begin_ns, end_ns = times.select(pl.min("start_ns"), pl.max("end_ns")).row(0)
-    end = pl.col("start_ns") + pl.col("dur_ns")
+def _recorded(events: pl.DataFrame) -> pl.DataFrame:
+    """Events as slices."""
     thread, stream = pl.format("cpu:{}", "thread"), pl.format("gpu{}:{}", "device", "stream")
-    return (
-        EVENTS.check(events)
-        .filter((end >= begin_ns) & (pl.col("start_ns") <= end_ns))
-        .select(
-            "rank", lane=pl.coalesce(thread, stream, pl.lit("none")), role=pl.lit("trace"), category="category",
-            title="name", start_ns="start_ns", end_ns=end, args="args",
-        )
+    return events.select(
+        "rank", lane=pl.coalesce(thread, stream, pl.lit("none")), role=pl.lit("trace"), category="category",
+        title="name", start_ns="start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"), args="args",
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import polars as pl
 from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import RunError
 from lumos_nb.schema import EVENTS
+from lumos_nb.traces.export import Tables
 from lumos_nb.traces.files import files_of, loaded, read_file
 from lumos_nb.traces.kineto import rank_of, world_size_of
 from lumos_nb.traces.trace import Trace
@@ -46,7 +47,7 @@ REPORT = {"rank": pl.Int32(), "path": pl.String(), "what": pl.String(), "count":
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class Run(Tables):
     """The events of all ranks of a run, and what was read to get them.
 
     Attributes

@@ -1,0 +1,66 @@
+"""Runs, graphs and results for other programs: pandas, Parquet, Perfetto."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from lumos_nb.errors import TraceError
+from lumos_nb.traces.perfetto import HasEvents, write_perfetto
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Tables:
+    """What is made of tables that can be handed on; the first is the main one."""
+
+    __slots__ = ()
+
+    def _tables(self) -> dict[str, pl.DataFrame]:
+        named: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: table for name, table in named.items() if isinstance(table, pl.DataFrame)}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The main table (events of a run, ops of a graph or a result) for pandas, with Arrow's types.
+
+        So nulls stay nulls, and ids and times keep all their digits. Needs `pip install lumos-nb[pandas]`.
+
+        Examples
+        --------
+        >>> run.to_pandas().groupby("category")["dur_ns"].sum()  # doctest: +SKIP
+        """
+        return next(iter(self._tables().values())).to_pandas(use_pyarrow_extension_array=True)
+
+    def to_parquet(self, folder: str | Path) -> Path:
+        """Write every table as `<name>.parquet` into a folder, made if it is not there; returns the folder.
+
+        Raises
+        ------
+        TraceError
+            The folder cannot be made, or a file in it not written.
+
+        Examples
+        --------
+        >>> run.to_parquet("out")  # out/events.parquet, out/ranks.parquet, out/report.parquet  # doctest: +SKIP
+        """
+        folder = Path(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, table in self._tables().items():
+                table.write_parquet(folder / f"{name}.parquet")
+        except OSError as error:
+            raise TraceError(f"{folder} cannot be written: {error}. Give a folder of your own.") from error
+        return folder
+
+    def to_perfetto(self, path: str | Path, *, run: HasEvents | None = None) -> Path:
+        """Write a file for ui.perfetto.dev or chrome://tracing: see `write_perfetto`.
+
+        Examples
+        --------
+        >>> run.to_perfetto("run.json.gz")  # doctest: +SKIP
+        """
+        return write_perfetto(self, path, run=run)  # type: ignore[arg-type]
