@@ -13,12 +13,13 @@ from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import GraphError
 from lumos_nb.ops import build_ops, step_marks
 from lumos_nb.schema import DEVICE_KINDS, EDGES, EVENTS, OPS, require
+from lumos_nb.traces.export import Tables
 from lumos_nb.traces.run import Run
 from lumos_nb.waits import find_waits, identify, sync_records
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class Graph(Tables):
     """A workload: a table of ops and a table of edges.
 
     Attributes
