@@ -25,10 +25,11 @@ from lumos_nb._replay_plan import Plan, SweepPlan
 from lumos_nb.display import format_ns, html_table, text_table
 from lumos_nb.errors import ScenarioError
 from lumos_nb.graph import Graph
+from lumos_nb.traces.export import Tables
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(Tables):
     """A replayed graph. Times are int64 ns.
 
     Attributes
