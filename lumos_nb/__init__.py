@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from lumos_nb.recorder import capture as capture
     from lumos_nb.report import step_report as step_report
     from lumos_nb.steady import repeat as repeat
+    from lumos_nb.stragglers import waiting_caused as waiting_caused
+    from lumos_nb.stragglers import with_pooled_durations as with_pooled_durations
+    from lumos_nb.stragglers import without_stragglers as without_stragglers
     from lumos_nb.traces.perfetto import write_perfetto as write_perfetto
     from lumos_nb.traces.run import Run as Run
     from lumos_nb.traces.run import load_run as load_run
@@ -52,6 +55,7 @@ _MODULES = {
     "lumos_nb.critical_path": ("Result", "replay", "sweep"),
     "lumos_nb.partition": ("activity", "breakdown", "compare"),
     "lumos_nb.engine": ("Pool", "Resources", "simulate"),
+    "lumos_nb.stragglers": ("waiting_caused", "with_pooled_durations", "without_stragglers"),
     "lumos_nb.evaluate": ("delayed_steps", "mechanistic", "score_waits", "what_ifs"),
     "lumos_nb.findings": ("exposed_communication", "waits_for"),
     "lumos_nb.ledger": ("check_prediction", "read_ledger", "save_prediction"),
@@ -62,7 +66,7 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-_PUBLIC_MODULES = ("charts", "datasets")
+_PUBLIC_MODULES = ("charts", "datasets", "whatif")
 
 __all__ = [*_MODULE_OF, "__version__"]
 

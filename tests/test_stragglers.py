@@ -1,6 +1,10 @@
-"""Whose lateness it is that ranks wait for: on graphs small enough to do by hand, and as sums on any graph."""
+"""Whose lateness ranks wait for, and steps without stragglers: by hand, as sums on any graph, and as published."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -8,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos_nb.critical_path import replay
-from lumos_nb.errors import InputError, SchemaError
-from lumos_nb.graph import Graph
-from lumos_nb.root_causes import waiting_caused
+from lumos_nb.errors import InputError, ScenarioError, SchemaError
+from lumos_nb.graph import Graph, Recording, build_graph
+from lumos_nb.steady import repeat
+from lumos_nb.stragglers import waiting_caused, with_pooled_durations, without_stragglers
+from lumos_nb.traces import cache
+from lumos_nb.traces.run import load_run
 from tests.test_critical_path import edge, graph_of, op
 
 
@@ -149,3 +156,135 @@ def test_a_result_and_known_columns_are_needed():
 def test_a_graph_without_joins_has_no_waiting():
     assert caused(program((0, "a", 10), (1, "a", 50))) == {0: [0, 0], 1: [0, 0]}
     assert waiting_caused(replay(program((0, "a", 10))), by="name").is_empty()
+
+
+# --- without them -----------------------------------------------------------------------------------------------------
+
+
+def sited(graph: Graph) -> Graph:
+    """The graph with what names an op on any rank: its name stands for the call site."""
+    call = ["rank", "step", "kind", "name"]
+    ops = graph.ops.with_columns(
+        site=pl.col("name").hash(),
+        nth=pl.int_range(1, pl.len() + 1, dtype=pl.Int32).over(call),
+        of=pl.len().over(call).cast(pl.Int32),
+    )
+    return Graph(ops, graph.edges, graph.step)
+
+
+PIPELINES = sited(
+    program(
+        (0, "a", 10),
+        (1, "a", 30),
+        ("send", 1, (0, 2)),
+        ("send", 3, (1, 3)),
+        (2, "a", 50),
+        (3, "a", 50),
+        (0, "a", 20),
+        (1, "a", 21),
+        ("reduce", 4, (0, 1)),
+        ("reduce", 8, (2, 3)),
+        ("norm", 2, (0, 1, 2, 3)),
+    )
+)
+"""Two pipelines of two stages; ranks 0 and 1 are the first stage of each, and rank 1 is slow."""
+
+
+def durations(graph: Graph, name: str) -> list[tuple[int, int]]:
+    return graph.ops.filter(pl.col("name") == name).sort("rank", "op_id").select("rank", "dur_ns").rows()
+
+
+def test_replicas_take_what_they_take_on_the_median_and_stages_keep_what_they_have_more_to_do():
+    graph = without_stragglers(PIPELINES)
+    assert durations(graph, "a") == [(0, 20), (0, 20), (1, 20), (1, 20), (2, 50), (3, 50)]  # 20.5 to 20
+    assert durations(graph, "send") == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert durations(graph, "reduce") == [(0, 4), (1, 4), (2, 8), (3, 8)]
+    assert replay(PIPELINES).step_ns == 30 + 3 + 50 + 8 + 2
+    assert replay(graph).step_ns == 20 + 2 + 50 + 8 + 2
+
+
+def test_replicas_may_be_named():
+    graph = without_stragglers(PIPELINES, replicas=[[0, 1, 2, 3]], statistic="mean")
+    assert durations(graph, "reduce") == [(rank, 6) for rank in range(4)]
+    assert durations(graph, "a")[-2:] == [(2, 50), (3, 50)]  # one of one, not the first of two
+    alone = without_stragglers(PIPELINES, replicas=[[2, 3]])
+    assert durations(alone, "a") == durations(PIPELINES, "a")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        ([[0, 1], [1, 2]], "replicas hold rank 1, "),
+        ([[0, 9]], "replicas hold rank 9, "),
+        ([[0], [1]], "no two ranks of the graph do the same work"),
+    ],
+    ids=["twice", "unknown", "each alone"],
+)
+def test_impossible_replicas_are_named(replicas: list[list[int]], message: str):
+    with pytest.raises(ScenarioError, match=message):
+        without_stragglers(PIPELINES, replicas=replicas)
+
+
+def test_one_rank_has_no_replica():
+    with pytest.raises(ScenarioError, match="no two ranks of the graph do the same work"):
+        without_stragglers(sited(program((0, "a", 10))))
+    with pytest.raises(ScenarioError, match="choose 'median' or 'mean'"):
+        without_stragglers(PIPELINES, statistic="max")  # type: ignore[arg-type]
+    with pytest.raises(SchemaError, match="lacks column"):
+        without_stragglers(program((0, "a", 1), (1, "a", 1), ("reduce", 1, (0, 1))))
+
+
+def test_pooled_durations_are_means_of_work_and_medians_of_transfers_over_all_that_have_the_name():
+    other = program((0, "a", 2), (1, "a", 4), ("reduce", 40, (0, 1)))
+    graph = with_pooled_durations(PIPELINES, [PIPELINES, other])
+    assert {dur for _, dur in durations(graph, "a")} == {23}  # of 10, 20, 30, 21, 50, 50, 2, 4: 23.4
+    assert {dur for _, dur in durations(graph, "reduce")} == {8}  # the mean would be 17
+    with pytest.raises(ScenarioError, match="have no op 'norm'"):
+        with_pooled_durations(PIPELINES, [other])
+
+
+# --- published --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(cache.CACHE_ENV, str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("job", "every", "slow_stage", "slow_ranks", "ours"),
+    [("ST", 4, "3", {6, 7}, (0.99, 1.0)), ("AR", 14, "0", {0}, (0.47, 0.54))],
+    ids=["ST", "AR"],
+)
+def test_the_publishers_step_without_stragglers_and_their_slowest_stage(
+    traces: Path,
+    own_cache: None,
+    job: str,
+    every: int,
+    slow_stage: str,
+    slow_ranks: set[int],
+    ours: tuple[float, float],
+):
+    """Theirs within 1 %; ours says that ST has an uneven stage, no straggler, and AR a rank that doubles the step."""
+    published = json.loads((traces / "straggler" / f"result-{job}.json").read_text())
+    recording = Recording.of(load_run(traces / "straggler" / f"trace-{job}.parquet"))
+    graphs = [build_graph(recording, step) for step in recording.step_times()["step"][1:-1:every]]
+    for graph in graphs[:3]:
+        theirs_ns = published["step_t_noblk"][str(graph.step)] * 1e9
+        assert replay(with_pooled_durations(graph, graphs)).step_ns == pytest.approx(theirs_ns, rel=0.01)
+        result = replay(graph)
+        assert ours[0] <= replay(without_stragglers(graph)).step_ns / result.step_ns <= ours[1]
+        frame = waiting_caused(result)
+        assert set(frame["rank"].head(len(slow_ranks))) == slow_ranks
+        assert frame["waiting_caused_ns"].sum() == frame["waiting_ns"].sum() > 0
+    slowdown = published["blocking_decompose_by_stage"]
+    assert max(slowdown, key=slowdown.__getitem__) == slow_stage
+
+
+def test_stragglers_go_from_a_repeated_graph_as_from_the_step(traces: Path, own_cache: None):
+    recording = Recording.of(load_run(traces / "straggler" / "trace-ST.parquet"))
+    graph = build_graph(recording, 519)
+    once, often = replay(repeat(without_stragglers(graph))), replay(without_stragglers(repeat(graph)))
+    assert once.step_ns == often.step_ns < replay(repeat(graph)).step_ns
