@@ -21,7 +21,7 @@ READERS = {
 }
 """Format -> module and function that reads it; a function takes a path and returns a `Trace`."""
 
-_UNPACK = "unpack it, and load the folder that comes out"
+_CHAKRA = "the Chakra reader (lumos_nb.exchange.chakra) takes it"
 
 MAGIC = (
     (rb"SQLite format 3\0", NSYS),
@@ -32,13 +32,13 @@ MAGIC = (
 """First bytes -> format."""
 
 REFUSED_MAGIC = (
-    (rb".{257}ustar", "a tar archive", _UNPACK),
-    (rb"PK\x03\x04", "a zip archive", _UNPACK),
+    (rb".{257}ustar", "a tar archive", "load_run takes it, by the ending .tar, .tar.gz or .tgz"),
+    (rb"PK\x03\x04", "a zip archive", "unpack it, and load the folder that comes out"),
     (
         # A length, then GlobalMetadata: either its version, or an attribute that is called schema.
         rb"[\x80-\xff]{0,4}[\x00-\x7f](?:\n.\d+\.\d+|.{0,6}\n\x06schema)",
         "a Chakra trace",
-        "the Chakra reader (lumos_nb.exchange.chakra) takes it",
+        _CHAKRA,
     ),
 )
 """First bytes -> what the file is, and what to do with it: no reader of this package's `traces` takes it."""
@@ -49,6 +49,7 @@ REFUSED_SUFFIXES = (
         "a report of Nsight Systems in its own format",
         "nsys export --type sqlite makes of it a file that can be read",
     ),
+    ((".et",), "a Chakra trace", _CHAKRA),
 )
 """Ends of names -> what the file is, and what to do with it."""
 
@@ -61,6 +62,7 @@ REFUSED_KEYS = (
         "a PyTorch execution trace",
         "the reader of execution traces (lumos_nb.traces.execution_trace) takes it",
     ),
+    ({"workload_graph"}, "a Chakra trace as JSON", _CHAKRA),
 )
 """Top-level keys of a JSON object -> what the file is, and what to do with it."""
 
