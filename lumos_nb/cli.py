@@ -21,25 +21,27 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import lumos_nb as ln
 from lumos_nb.errors import LumosError
 
 REPLAY = """
 examples:
-  lumos-nb replay runs/gpt                          a folder with a trace of each rank
-  lumos-nb replay trace.json.gz --step 5 --out out  one rank; also Parquet, HTML and Perfetto files
-  lumos-nb replay runs/gpt --scale comm=0.5 --out p a what-if, kept in p/prediction.json to be checked later
-  lumos-nb replay runs/gpt --json | jq .breakdown   for other programs; times are in ns
+  lumos-nb replay runs/gpt                            a folder with a trace of each rank
+  lumos-nb replay trace.json.gz --step 5 --out out    one rank; also Parquet, HTML and Perfetto files
+  lumos-nb replay runs/gpt --scale comm=0.5 --out p   a what-if, kept in p/prediction.json to be checked later
+  lumos-nb replay runs/gpt --json | jq .breakdown     for other programs; times are in ns
 """
 COMPARE = """
 examples:
-  lumos-nb compare runs/monday runs/tuesday         their steps of median length
-  lumos-nb compare runs/gpt runs/gpt --steps 3 8    two steps of one run
+  lumos-nb compare runs/monday runs/tuesday           their steps of median length
+  lumos-nb compare runs/gpt runs/gpt --steps 3 8      two steps of one run
 """
 CHECK = """
 examples:
-  lumos-nb replay runs/base --scale comm=0.5 --out p            say what will be
-  lumos-nb check p/prediction.json runs/faster --ledger l.jsonl see what is, and keep the score
+  lumos-nb replay runs/base --scale comm=0.5 --out p              say what will be
+  lumos-nb check p/prediction.json runs/faster --ledger l.jsonl   see what is, and keep the score
 """
 
 
@@ -54,13 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _print(arguments.verb(arguments))
     except BrokenPipeError:  # a reader such as head has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (LumosError, OSError, ImportError) as error:
-        print(f"lumos-nb: {error}", file=sys.stderr)  # noqa: T201
+        _tell(f"lumos-nb: {error}\n")
         return 1
-    except KeyboardInterrupt:
-        print("lumos-nb: interrupted", file=sys.stderr)  # noqa: T201
+    except KeyboardInterrupt:  # polars raises one and Python another, so that what is to be done on leaving may not be
+        _tell("lumos-nb: interrupted\n")
         return 130
     return 0
 
@@ -127,7 +128,7 @@ def _count(text: str) -> int:
 def _scale(text: str) -> tuple[str, float]:
     name, _, scale = text.rpartition("=")
     try:
-        return name, float(scale) if name else float("no name")
+        return name, float(scale)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no KIND=X, such as comm=0.5") from None
 
@@ -151,10 +152,11 @@ def _replay(arguments: argparse.Namespace) -> str:
             say("writing")
             written = write_report(report, arguments.out, run=run)
             written.append(arguments.out / "prediction.json")
-            ln.save_prediction(written[-1], run, **report.claim, recording=recording)
+            said = ln.save_prediction(written[-1], run, **report.claim, recording=recording)
     if arguments.json:
         return _json(report.rows() | {"written": [str(path) for path in written]})
-    return f"{report}\n\nWritten: {', '.join(map(str, written))}" if written else str(report)
+    names = ", ".join(path.name for path in written)
+    return f"{report}\n\nPREDICTION\n{said}\n\nIn {arguments.out}: {names}" if written else str(report)
 
 
 def _compare(arguments: argparse.Namespace) -> str:
@@ -162,19 +164,20 @@ def _compare(arguments: argparse.Namespace) -> str:
     from lumos_nb.report import comparison_report
 
     with _progress() as say:
-        a, b = (Recording.of(_load(path, arguments.jobs, say)) for path in (arguments.a, arguments.b))
+        paths = arguments.a, arguments.b
+        found = {path: Recording.of(_load(path, arguments.jobs, say)) for path in dict.fromkeys(paths)}
         say("comparing")
-        report = comparison_report(a, b, arguments.steps)
+        report = comparison_report(found[arguments.a], found[arguments.b], arguments.steps, names=paths)
     return _json(report.rows()) if arguments.json else str(report)
 
 
 def _check(arguments: argparse.Namespace) -> str:
-    from lumos_nb.ledger import Prediction, verdict
+    from lumos_nb.ledger import load_prediction
 
-    said = Prediction.load(arguments.prediction)
+    said = load_prediction(arguments.prediction)
     with _progress() as say:
         outcome = ln.check_prediction(said, _load(arguments.run, arguments.jobs, say), ledger=arguments.ledger)
-    return _json(outcome.row(0, named=True)) if arguments.json else verdict(outcome)
+    return msgspec.json.format(msgspec.json.encode(outcome)).decode() if arguments.json else str(outcome)
 
 
 def _json(rows: object) -> str:
@@ -185,25 +188,33 @@ def _print(text: str) -> None:
     """All of a report at once; what the terminal's encoding lacks becomes a question mark."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except OSError:  # or Python tries once more when it ends, and says so
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def _tell(text: str) -> None:
+    """Write to standard error, on a terminal in the place of what was being done."""
+    sys.stderr.write(f"\r\x1b[K{text}" if sys.stderr.isatty() else text)
+    sys.stderr.flush()
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """A line on a terminal that says what is being done and since when; nothing elsewhere."""
     began = time.monotonic()
-    terminal = sys.stderr.isatty()
 
     def say(doing: str) -> None:
-        if terminal:
-            sys.stderr.write(f"\r\x1b[K[{time.monotonic() - began:5.1f} s] {doing} …" if doing else "\r\x1b[K")
-            sys.stderr.flush()
+        if sys.stderr.isatty():
+            _tell(f"[{time.monotonic() - began:5.1f} s] {doing} …")
 
     try:
         yield say
     finally:
-        say("")
+        _tell("")
 
 
 class _Told(Executor):

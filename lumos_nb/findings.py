@@ -12,10 +12,15 @@ from lumos_nb.partition import PARTS, HasOps, breakdown
 _END = pl.col("start_ns") + pl.col("dur_ns")
 
 
-def step_spread(recording: Recording) -> pl.DataFrame:
-    """How long the measured steps took, and how far they scatter.
+def inner_steps(recording: Recording) -> pl.DataFrame:
+    """`Recording.step_times` without the first and last profiled steps where there are others."""
+    times = recording.step_times()
+    inner = times.filter(~pl.col("edge"))
+    return inner if inner.height else times
 
-    The first and last profiled steps are left out where there are others: the profiler disturbs them.
+
+def step_spread(recording: Recording) -> pl.DataFrame:
+    """How long the inner steps took, and how far they scatter.
 
     Returns
     -------
@@ -27,10 +32,8 @@ def step_spread(recording: Recording) -> pl.DataFrame:
     --------
     >>> step_spread(Recording.of(run))["noise_share"].item()  # doctest: +SKIP
     """
-    times = recording.step_times()
-    inner = times.filter(~pl.col("edge"))
     step, middle = pl.col("step_ns"), pl.col("step_ns").median()
-    return (inner if inner.height else times).select(
+    return inner_steps(recording).select(
         steps=pl.len(),
         median_ns=middle,
         least_ns=step.min(),

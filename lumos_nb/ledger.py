@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import polars as pl
 
 from lumos_nb.display import format_ns, format_share
 from lumos_nb.errors import LumosError
-from lumos_nb.findings import step_spread
+from lumos_nb.findings import inner_steps, step_spread
 from lumos_nb.graph import Recording
 from lumos_nb.schema import require
 from lumos_nb.traces.run import Run
 
-FORMAT = "lumos_nb prediction 1"
-_WALL_CLOCK_NS = 1_000_000_000 * 10**9  # September 2001: a trace that starts earlier counts from its machine's start
+_WALL_CLOCK_NS = 10**18  # September 2001: a trace that begins earlier counts from its machine's start
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="lumos_nb prediction 1"):
     """What a change should make of a run's steps, said before the changed run is made.
 
     Attributes
     ----------
     change
-        What is changed, in words; "none" for the same again.
+        What is changed, in words.
     times
         The predicted step as a multiple of the base's.
     predicted_ns
@@ -42,11 +38,11 @@ class Prediction:
     low_ns, high_ns
         The interval: `times` the shortest and the longest step of the base, wider by the share `model_error` each way.
     coverage
-        How often one more step of an unchanged run lies between the shortest and longest of as many: (n - 1) / (n + 1).
+        How often one more step of an unchanged run lies between the shortest and longest of n: (n - 1) / (n + 1).
     null_ns
         What somebody would say who thinks that the change does nothing: the median step of the base.
-    base, base_digest, steps
-        The base: its first file, a hash of the content of all its files, and how many steps stand behind the figures.
+    base, base_digest, base_steps
+        The base: its first file, a hash of the content of all of them, and n, its steps.
     package, made
         Version of lumos_nb, and when the prediction was made (UTC).
     """
@@ -61,38 +57,67 @@ class Prediction:
     null_ns: int
     base: str
     base_digest: str
-    steps: int
+    base_steps: int
     package: str
-    made: str
+    made: datetime
+
+    @property
+    def interval(self) -> str:
+        """`low_ns` to `high_ns`, in words."""
+        return f"{format_ns(self.low_ns)} to {format_ns(self.high_ns)}"
 
     def __str__(self) -> str:
-        interval = f"{format_ns(self.low_ns)} to {format_ns(self.high_ns)}"
-        change = "the same again" if self.change == "none" else self.change
-        return f"{change}: {format_ns(self.predicted_ns)} a step ({interval}); null {format_ns(self.null_ns)}"
+        base = f"{self.base_steps} step{'s' if self.base_steps > 1 else ''} of the base"
+        null = f"null {format_ns(self.null_ns)}, from {base}"
+        return f"{self.change}: {format_ns(self.predicted_ns)} a step, {self.interval}; {null}"
 
-    @classmethod
-    def load(cls, path: str | Path) -> Prediction:
-        """Read what `save_prediction` wrote; LumosError if the file is anything else."""
-        hint = "give the prediction.json that save_prediction or `lumos-nb replay --out` wrote"
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise LumosError(f"{path} is no saved prediction: {error}; {hint}.") from error
-        if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
-            raise LumosError(f"{path} is no saved prediction of the format {FORMAT!r}; {hint}.")
-        kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-        for column in fields(cls):
-            value = found.get(column.name)
-            if not isinstance(value, kinds[str(column.type)]) or isinstance(value, bool):
-                raise LumosError(f"{path}: {column.name} is {value!r}, not of type {column.type}; {hint}.")
-        return cls(**{column.name: found[column.name] for column in fields(cls)})
+
+class Outcome(Prediction, frozen=True, kw_only=True, tag="lumos_nb outcome 1"):
+    """A prediction and what was measured; printed, it is a sentence.
+
+    Attributes
+    ----------
+    measured_ns
+        Median step of the run.
+    error, null_error
+        Predicted and null over measured, less 1.
+    within, covered
+        Whether `measured_ns` lies in the interval, and the share of the run's steps that do.
+    noise
+        Median distance of the run's steps from their median, as a share of it; None of one step.
+    afterwards
+        Whether the run began after the prediction was made; None where its clock does not tell.
+    run, run_digest, checked
+        The run's first file, a hash of the content of all of them, and when it was checked (UTC).
+    """
+
+    measured_ns: int
+    error: float
+    null_error: float
+    within: bool
+    covered: float
+    noise: float | None
+    afterwards: bool | None
+    run: str
+    run_digest: str
+    checked: datetime
+
+    def __str__(self) -> str:
+        late = "" if self.afterwards is not False else " The run is older than the prediction."
+        noise = "" if self.noise is None else f"; its steps scatter by {format_share(self.noise)}"
+        times = f"predicted {format_ns(self.predicted_ns)}, measured {format_ns(self.measured_ns)}"
+        errors = f"an error of {format_share(self.error)} (null {format_share(self.null_error)})"
+        return (
+            f"{self.change}: {times}, {errors}. "
+            f"The run is {'inside' if self.within else 'outside'} the interval of {self.interval}{noise}.{late}"
+        )
 
 
 def save_prediction(
     path: str | Path,
     run: Run,
     *,
-    change: str = "none",
+    change: str = "the same again",
     times: float = 1.0,
     model_error: float = 0.0,
     recording: Recording | None = None,
@@ -117,7 +142,7 @@ def save_prediction(
     Raises
     ------
     LumosError
-        `times` or `model_error` is not finite or below 0, or the file cannot be written.
+        `times` or `model_error` is not a finite number >= 0, or the file cannot be written.
 
     Examples
     --------
@@ -126,65 +151,30 @@ def save_prediction(
     """
     require(run, "events")
     for name, value in {"times": times, "model_error": model_error}.items():
-        if not (math.isfinite(value) and value >= 0):
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise LumosError(f"{name} is {value!r}; give a finite number >= 0.")
-    spread = step_spread(recording or Recording.of(run)).row(0, named=True)
+    steps, median_ns, least_ns, most_ns, _ = step_spread(recording or Recording.of(run)).row(0)
     prediction = Prediction(
         change=change,
-        times=float(times),
-        predicted_ns=round(times * spread["median_ns"]),
-        low_ns=round(times * spread["least_ns"] * max(1 - model_error, 0)),
-        high_ns=round(times * spread["most_ns"] * (1 + model_error)),
-        coverage=(spread["steps"] - 1) / (spread["steps"] + 1),
-        model_error=float(model_error),
-        null_ns=round(spread["median_ns"]),
-        base=str(run.ranks["path"][0]),
+        times=times,
+        predicted_ns=round(times * median_ns),
+        low_ns=round(times * least_ns * max(1 - model_error, 0)),
+        high_ns=round(times * most_ns * (1 + model_error)),
+        coverage=(steps - 1) / (steps + 1),
+        model_error=model_error,
+        null_ns=round(median_ns),
+        base=run.ranks["path"][0],
         base_digest=run_digest(run),
-        steps=spread["steps"],
+        base_steps=steps,
         package=version("lumos-nb"),
-        made=_now(),
+        made=datetime.now(UTC),
     )
     with whole(path) as part:
-        part.write_text(json.dumps({"format": FORMAT} | asdict(prediction), indent=2) + "\n", encoding="utf-8")
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(prediction)) + b"\n")
     return prediction
 
 
-def _began_after(run: Run, made: str) -> bool | None:
-    start_ns = run.ranks["start_ns"].min()
-    if not isinstance(start_ns, int) or start_ns < _WALL_CLOCK_NS:
-        return None
-    return start_ns > datetime.fromisoformat(made).timestamp() * 1e9
-
-
-CHECKED = {
-    "change": pl.String(),
-    "measured_ns": pl.Int64(),
-    "predicted_ns": pl.Int64(),
-    "error": pl.Float64(),
-    "null_ns": pl.Int64(),
-    "null_error": pl.Float64(),
-    "low_ns": pl.Int64(),
-    "high_ns": pl.Int64(),
-    "within": pl.Boolean(),
-    "covered": pl.Float64(),
-    "coverage": pl.Float64(),
-    "noise": pl.Float64(),
-    "steps": pl.Int64(),
-    "afterwards": pl.Boolean(),
-    "run": pl.String(),
-    "run_digest": pl.String(),
-    "base": pl.String(),
-    "base_digest": pl.String(),
-    "package": pl.String(),
-    "made": pl.String(),
-    "checked": pl.String(),
-}
-"""A row of the ledger; see `check_prediction`."""
-
-
-def check_prediction(
-    prediction: Prediction | str | Path, run: Run, *, ledger: str | Path | None = None
-) -> pl.DataFrame:
+def check_prediction(prediction: Prediction | str | Path, run: Run, *, ledger: str | Path | None = None) -> Outcome:
     """Hold a saved prediction against the run that was made to test it.
 
     Parameters
@@ -194,16 +184,7 @@ def check_prediction(
     run
         The changed run.
     ledger
-        A file of JSON lines to which the outcome is added; `read_ledger` reads it.
-
-    Returns
-    -------
-    DataFrame
-        One row of `CHECKED`: `measured_ns` (median step of the run), `error` and `null_error` (predicted and null over
-        measured, less 1), `within` (the measured one lies in the interval), `covered` (share of the run's steps that
-        do; `coverage` is the nominal one), `noise` (median distance of the measured steps from their median, as a
-        share), `afterwards` (the run began after the prediction was made; null if its clock is not the wall's), and
-        what both were made from.
+        A file of JSON lines to which the outcome is added.
 
     Raises
     ------
@@ -213,97 +194,70 @@ def check_prediction(
 
     Examples
     --------
-    >>> check_prediction("faster.json", load_run("runs/faster"), ledger="ledger.jsonl")  # doctest: +SKIP
+    >>> print(check_prediction("faster.json", load_run("runs/faster"), ledger="ledger.jsonl"))  # doctest: +SKIP
     """
     require(run, "events")
-    said = prediction if isinstance(prediction, Prediction) else Prediction.load(prediction)
-    digest = run_digest(run)
+    said = prediction if isinstance(prediction, Prediction) else load_prediction(prediction)
+    first, digest = run.ranks["path"][0], run_digest(run)
     if digest == said.base_digest:
-        raise LumosError(
-            f"{run.ranks['path'][0]} is the run that the prediction was made from; check it against a run made since."
-        )
+        raise LumosError(f"{first} is the run that the prediction was made from; check it against a run made since.")
     recording = Recording.of(run)
-    spread = step_spread(recording).row(0, named=True)
-    measured_ns = round(spread["median_ns"])
+    measured_ns, noise = step_spread(recording).select("median_ns", "noise_share").row(0)
     if measured_ns <= 0:
-        raise LumosError(f"the steps of {run.ranks['path'][0]} take no time by their trace: nothing to check against.")
-    times = recording.step_times()
-    steps = times.filter(~pl.col("edge")) if spread["steps"] < times.height else times
-    row: dict[str, Any] = {
-        **{name: value for name, value in asdict(said).items() if name in CHECKED},
-        "measured_ns": measured_ns,
-        "error": said.predicted_ns / measured_ns - 1,
-        "null_error": said.null_ns / measured_ns - 1,
-        "within": said.low_ns <= measured_ns <= said.high_ns,
-        "covered": float(steps["step_ns"].is_between(said.low_ns, said.high_ns).mean()),  # type: ignore[arg-type]
-        "noise": spread["noise_share"],
-        "steps": spread["steps"],
-        "afterwards": _began_after(run, said.made),
-        "run": str(run.ranks["path"][0]),
-        "run_digest": digest,
-        "checked": _now(),
-    }
-    row = {name: row[name] for name in CHECKED}
+        raise LumosError(f"the steps of {first} take no time by their trace: there is nothing to check against.")
+    steps = inner_steps(recording)["step_ns"]
+    began_ns: int = run.ranks["start_ns"].min() or 0  # type: ignore[assignment]
+    outcome = Outcome(
+        **msgspec.structs.asdict(said),
+        measured_ns=round(measured_ns),
+        error=said.predicted_ns / measured_ns - 1,
+        null_error=said.null_ns / measured_ns - 1,
+        within=said.low_ns <= measured_ns <= said.high_ns,
+        covered=int(steps.is_between(said.low_ns, said.high_ns).sum()) / len(steps),
+        noise=noise,
+        afterwards=began_ns > said.made.timestamp() * 1e9 if began_ns > _WALL_CLOCK_NS else None,
+        run=first,
+        run_digest=digest,
+        checked=datetime.now(UTC),
+    )
     if ledger is not None:
         try:
-            with Path(ledger).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            with Path(ledger).open("ab") as file:
+                file.write(msgspec.json.encode(outcome) + b"\n")
         except OSError as error:
             raise LumosError(f"the ledger cannot be written: {error}.") from error
-    return pl.DataFrame([row], schema=CHECKED)
+    return outcome
+
+
+def load_prediction(path: str | Path) -> Prediction:
+    """Read what `save_prediction` wrote; LumosError if the file is anything else."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Prediction)
+    except (OSError, msgspec.DecodeError) as error:
+        raise LumosError(f"{path} is no saved prediction: {error}. Give what save_prediction wrote.") from error
 
 
 def read_ledger(path: str | Path) -> pl.DataFrame:
-    """All outcomes of a ledger, in the order in which they were added: rows of `CHECKED`.
+    """All outcomes of a ledger, in the order in which they were added: a row each, the fields of `Outcome`.
 
     Raises
     ------
     LumosError
-        The file cannot be read, or a line of it is none of `check_prediction`'s.
+        The file cannot be read, or a line of it (the number in brackets, from 0) is no outcome.
 
     Examples
     --------
     >>> read_ledger("ledger.jsonl").select("change", "error", "null_error", "within")  # doctest: +SKIP
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise LumosError(f"{path} is no ledger: {error}.") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            rows.append(pl.DataFrame([{name: row[name] for name in CHECKED}], schema=CHECKED))
-        except (ValueError, TypeError, KeyError, pl.exceptions.PolarsError) as error:
-            raise LumosError(f"{path}, line {number} is no outcome of a check ({error!r}): take it out.") from error
-    return pl.concat([pl.DataFrame(schema=CHECKED), *rows])
-
-
-def verdict(outcome: pl.DataFrame) -> str:
-    """One row of `CHECKED` as a sentence.
-
-    Examples
-    --------
-    >>> print(verdict(check_prediction("faster.json", run)))  # doctest: +SKIP
-    """
-    row = outcome.row(0, named=True)
-    inside = "inside" if row["within"] else "outside"
-    noise = f"; measured steps scatter by {format_share(row['noise'])}" if row["noise"] is not None else ""
-    return (
-        f"predicted {format_ns(row['predicted_ns'])}, measured {format_ns(row['measured_ns'])}: an error of "
-        f"{format_share(row['error'])} (null {format_share(row['null_error'])}), {inside} the interval of "
-        f"{format_ns(row['low_ns'])} to {format_ns(row['high_ns'])}{noise}."
-    )
+        rows = msgspec.json.Decoder(Outcome).decode_lines(Path(path).read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise LumosError(f"{path} is no ledger: {error}. Give what check_prediction wrote.") from error
+    return pl.DataFrame([msgspec.structs.asdict(row) for row in rows], infer_schema_length=None)
 
 
 def run_digest(run: Run) -> str:
-    """A hash of the content of all files of a run, whatever they are called.
-
-    Raises
-    ------
-    LumosError
-        A file is no longer there.
-    """
+    """A hash of the content of all files of a run, whatever they are called; LumosError if one is gone."""
     digest = hashlib.sha256()
     for path in run.ranks["path"]:
         try:
@@ -316,13 +270,7 @@ def run_digest(run: Run) -> str:
 
 @contextmanager
 def whole(path: str | Path) -> Iterator[Path]:
-    """A path to write to that takes the place of `path` in the end: so there is all of the file or none of it.
-
-    Raises
-    ------
-    LumosError
-        The file cannot be written.
-    """
+    """A path to write to that takes the place of `path` in the end, so that there is all of the file or none."""
     path = Path(path)
     part = path.with_name(f".part-{os.getpid()}-{path.name}")
     try:
@@ -332,7 +280,3 @@ def whole(path: str | Path) -> Iterator[Path]:
         raise LumosError(f"{path} cannot be written: {error}. Give a file in a folder that is there.") from error
     finally:
         part.unlink(missing_ok=True)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

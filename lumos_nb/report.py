@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
 from lumos_nb.critical_path import Result, replay, sweep
 from lumos_nb.display import format_ns, format_share, html_table, text_table
+from lumos_nb.errors import LumosError
 from lumos_nb.evaluate import mechanistic, what_ifs
 from lumos_nb.findings import (
     evidence_shares,
@@ -39,20 +40,48 @@ if TYPE_CHECKING:
 TEXT_ROWS, HTML_ROWS = 12, 40
 LINE_CHARACTERS = 100
 NAME_CHARACTERS = {"name": 56, "mostly": 48, "key": 64, "detail": 110}
-"""A kernel's name may be a page long; the text report shows so much of it, the HTML report and the JSON all."""
+"""A kernel's name may be a page long; the text report shows so much of it, the JSON all."""
 
-DRAWN_RANKS, DRAWN_BARS = 8, 2500
-"""What the charts of the HTML report show at most, so that it stays within a few megabytes."""
+HTML_CHARACTERS = 400
+DRAWN_LANES, DRAWN_BARS = 100, 2500
+"""What the HTML report shows at most of a name and in its charts, so that it stays within a few megabytes."""
 
 _CAN_DRAW = all(importlib.util.find_spec(name) for name in ("altair", "vl_convert"))
 _NO_CHARTS = "<p>No charts: altair and vl-convert are not installed; pip install 'lumos-nb[notebook]' brings them.</p>"
 
 Progress = Callable[[str], None]
 
+SECTIONS = {
+    "steps": ("Measured steps", ""),
+    "prediction": ("Predicted from other steps", ""),
+    "breakdown": ("Where the time goes", "By rank; the parts add up to the step."),
+    "path": ("The critical path, by name", "Inside the step, to which the times add up."),
+    "communication": (
+        "Exposed communication",
+        "While its rank does nothing else. Wait: for peers that had not arrived.",
+    ),
+    "waits": (
+        "What waits for whom",
+        "Time that a thread or stream stands still for another's work, whatever else its rank does meanwhile.",
+    ),
+    "what_ifs": (
+        "What if half as long?",
+        "In the steady state. Bound: the busiest thread or stream alone; no step is shorter.",
+    ),
+    "evidence": (
+        "What the links rest on",
+        "Waiting by how its link was found: exact from the trace, by a pattern, or from times of other steps.",
+    ),
+    "notes": ("Left out, repaired and assumed", "By reading the files and by building the graph."),
+}
+"""Of a step's report: heading, and what a reader must know about the table."""
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A table with its heading and what a reader must know about it."""
+_SCORED = ("step", "measured_ns", "predicted_ns", "error", "null_ns", "null_error")
+_AS_SHARES = {"error": "error_share", "null_error": "null_error_share"}
+
+
+class Section(NamedTuple):
+    """A table under a heading, with what a reader must know about it."""
 
     key: str
     title: str
@@ -66,10 +95,8 @@ class Report:
 
     Attributes
     ----------
-    title, summary
-        What it is about, and what comes out, in a line.
-    sections
-        Its tables.
+    title, summary, sections
+        What it is about, what comes out, and its tables; `report["waits"]` is the table of a section.
     result
         What the charts of `page()` draw; None if there is nothing to draw.
     scored
@@ -106,19 +133,11 @@ class Report:
         return {"title": self.title, "summary": self.summary, "package": version("lumos-nb"), **tables}
 
     def page(self) -> str:
-        """The report as one HTML file that loads nothing: its charts are drawings.
-
-        Where altair or vl-convert is not installed, it says that there are none for that reason.
-        """
+        """The report as one HTML file that loads nothing: its charts are drawings. Without altair it has none."""
         figures = "".join(_figure(chart, caption) for chart, caption in _charts(self)) if _CAN_DRAW else _NO_CHARTS
-        title, summary = html.escape(self.title), html.escape(self.summary)
-        return _PAGE.format(
-            title=title,
-            summary=summary,
-            figures=figures,
-            sections=_sections(self.sections),
-            package=html.escape(version("lumos-nb")),
-        )
+        texts = {"title": self.title, "summary": self.summary, "package": version("lumos-nb")}
+        escaped = {name: html.escape(text) for name, text in texts.items()}
+        return _PAGE.format(**escaped, figures=figures, sections=_sections(self.sections))
 
 
 def step_report(
@@ -143,10 +162,8 @@ def step_report(
         Below 2 leaves it out.
     scales
         Class of ops -> factor, as a scenario of `sweep`: one more what-if.
-    recording
-        The run's, where it is made already.
-    progress
-        Is told what is being done.
+    recording, progress
+        The run's, where it is made already; and what is to be told of each thing that is done.
 
     Returns
     -------
@@ -157,71 +174,36 @@ def step_report(
     --------
     >>> print(step_report(load_run("runs/gpt"), step=3))  # doctest: +SKIP
     """
-    progress("putting ranks on one clock")
-    recording = recording or Recording.of(run)
     progress("building the graph")
+    recording = recording or Recording.of(run)
     graph = build_graph(recording, step)
     progress(f"replaying {len(graph.ops):,} ops of step {graph.step}")
     result = replay(graph)
     chosen = _steps_to_predict(recording, graph.step, predict)
-    if chosen:
-        progress(f"predicting steps {', '.join(map(str, chosen))} from one another")
+    progress(f"predicting steps {', '.join(map(str, chosen))} from one another" if chosen else "asking what if")
     scored = mechanistic(recording, chosen) if chosen else None
-    progress("asking what if")
-    times, changes, claim = recording.step_times(), what_ifs(graph), {"change": "none", "times": 1.0}
-    if scales:
-        asked = _asked(graph, scales)
-        changes = pl.concat([changes, asked], how="diagonal")
-        claim = dict(asked.select("change", "times").row(0, named=True))
-    claim["model_error"] = scored["error"].abs().max() if scored is not None else 0.0
-    measured_ns = times.filter(pl.col("step") == graph.step)["step_ns"].item()
-    spread = step_spread(recording)
-    progress("")
+    changes = pl.concat([what_ifs(graph), *([_asked(graph, scales)] if scales else [])], how="diagonal")
+    said = changes[-1].select("change", "times").row(0, named=True) if scales else {}
+    times = recording.step_times()
+    tables = {
+        "steps": times.select("step", "step_ns", "edge"),
+        "prediction": pl.DataFrame() if scored is None else scored.select(_SCORED).rename(_AS_SHARES),
+        "breakdown": parts_by_rank(result),
+        "path": path_by_name(result),
+        "communication": exposed_communication(result),
+        "waits": waits_for(result),
+        "what_ifs": changes,
+        "evidence": evidence_shares(graph),
+        "notes": _notes(run, graph.report),
+    }
+    notes = {"steps": _about_steps(recording), "prediction": _about_errors(scored, graph.step)}
     return Report(
-        title=f"Step {graph.step} of {_named(run)}",
-        summary=f"Measured {format_ns(measured_ns)}, replayed {format_ns(result.step_ns)}: the same by construction, "
-        "since the step is replayed with its own durations. That proves nothing; the prediction from other steps does.",
-        sections=(
-            Section("steps", "Measured steps", _about_steps(spread), times.select("step", "step_ns", "edge")),
-            _prediction(scored, graph.step),
-            Section(
-                "breakdown", "Where the time goes", "By rank; the parts add up to the step.", parts_by_rank(result)
-            ),
-            Section(
-                "path",
-                "The critical path, by name",
-                "Inside the step, to which the times add up.",
-                path_by_name(result),
-            ),
-            Section(
-                "communication",
-                "Exposed communication",
-                "While its rank does nothing else. Wait: for peers that had not arrived.",
-                exposed_communication(result),
-            ),
-            Section(
-                "waits",
-                "What waits for whom",
-                "Time that a thread or stream stands still for another's work, whatever else its rank does meanwhile.",
-                waits_for(result),
-            ),
-            Section(
-                "what_ifs",
-                "What if half as long?",
-                "In the steady state. Bound: the busiest thread or stream alone; no step is shorter.",
-                changes,
-            ),
-            Section(
-                "evidence",
-                "What the links rest on",
-                "Waiting by how its link was found: exact from the trace, by a pattern or from times of other steps.",
-                evidence_shares(graph),
-            ),
-            Section("notes", "Left out, repaired and assumed", "", _notes(run, graph.report)),
-        ),
+        title=f"Step {graph.step} of {_named(run, recording.world_size)}",
+        summary=_summary(times, scored, result),
+        sections=tuple(Section(key, head, notes.get(key, note), tables[key]) for key, (head, note) in SECTIONS.items()),
         result=result,
         scored=scored,
-        claim=claim,
+        claim=said | {"model_error": scored["error"].abs().max() if scored is not None else 0.0},
     )
 
 
@@ -232,17 +214,12 @@ def _asked(graph: Graph, scales: Mapping[str, float]) -> pl.DataFrame:
     return swept.select(change=pl.lit(words), step_ns="step_ns", times=1 + pl.col("change"))
 
 
-def _named(run: Run) -> str:
+def _named(run: Run, world_size: int) -> str:
     paths = [Path(path) for path in run.ranks["path"]]
-    name = paths[0].parent.name if len(paths) > 1 else paths[0].name
-    return f"{name or paths[0].name}, {len(paths)} rank{'s' if len(paths) > 1 else ''}"
-
-
-def _about_steps(spread: pl.DataFrame) -> str:
-    row = spread.row(0, named=True)
-    scatter = f", which scatter by {format_share(row['noise_share'])}" if row["noise_share"] is not None else ""
-    median = f"Median {format_ns(row['median_ns'])} of {row['steps']} steps{scatter}"
-    return f"{median}. Edge: the profiler began or ended there."
+    name = paths[0].absolute().parent.name if len(paths) > 1 else paths[0].name
+    if len(paths) < world_size:
+        return f"{name}: {len(paths)} of {world_size} ranks, what the others did is estimated"
+    return f"{name}, {world_size} rank{'s' if world_size > 1 else ''}"
 
 
 def _steps_to_predict(recording: Recording, step: int, count: int) -> list[int]:
@@ -254,18 +231,36 @@ def _steps_to_predict(recording: Recording, step: int, count: int) -> list[int]:
     return sorted([step, *sorted(others, key=lambda other: (abs(other - step), other))[: count - 1]])
 
 
-def _prediction(scored: pl.DataFrame | None, step: int) -> Section:
-    title = "Predicted from other steps"
+def _summary(times: pl.DataFrame, scored: pl.DataFrame | None, result: Result) -> str:
+    here = pl.col("step") == result.graph.step
+    measured_ns = times.filter(here)["step_ns"].item()
+    replayed = f"replayed with its own durations {format_ns(result.step_ns)}"
+    same = f"Measured {format_ns(measured_ns)}; {replayed}: the same by construction, which proves nothing."
     if scored is None:
-        note = "None: it takes another step besides the first (each of some length), and to be asked for."
-        return Section("prediction", title, note, pl.DataFrame())
-    own = scored.filter(pl.col("step") == step)["own_share"].item()
-    note = (
-        "From a step's own computation; launch latencies, gaps, waits and transfers are the other steps'. Null: the "
-        f"step before, unchanged. {format_share(own)} of step {step}'s path was given; near 100 % errors say little."
+        return f"{same} There is no prediction from other steps."
+    predicted_ns, *errors = scored.filter(here).select("predicted_ns", "error", "null_error").row(0)
+    error, null_error = map(format_share, errors)
+    return (
+        f"{same} Predicted from other steps {format_ns(predicted_ns)}: an error of {error}, where the step before, "
+        f"unchanged, has {null_error}."
     )
-    errors = {"error_share": "error", "null_ns": "null_ns", "null_error_share": "null_error"}
-    return Section("prediction", title, note, scored.select("step", "measured_ns", "predicted_ns", **errors))
+
+
+def _about_steps(recording: Recording) -> str:
+    steps, median_ns, _, _, noise = step_spread(recording).row(0)
+    scatter = f", which scatter by {format_share(noise)}" if noise is not None else ""
+    inner = f"Median {format_ns(median_ns)} of {steps} step{'s' if steps > 1 else ''}{scatter}"
+    return f"{inner}. Those at an edge, where the profiler began or ended, count if there are no others."
+
+
+def _about_errors(scored: pl.DataFrame | None, step: int) -> str:
+    if scored is None:
+        return "None: it takes another step besides the first, steps that take time, and to be asked for."
+    own = format_share(scored.filter(pl.col("step") == step)["own_share"].item())
+    return (
+        "From a step's own computation; launch latencies, gaps, waits and transfers are the other steps'. Null: the "
+        f"step before, unchanged. Of step {step}'s path {own} was given; near 100 % errors say little."
+    )
 
 
 def _notes(run: Run, graph_report: pl.DataFrame) -> pl.DataFrame:
@@ -279,7 +274,9 @@ def _notes(run: Run, graph_report: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def comparison_report(a: Recording, b: Recording, steps: Sequence[int | None] = (None, None)) -> Report:
+def comparison_report(
+    a: Recording, b: Recording, steps: Sequence[int | None] = (None, None), *, names: Sequence[str] = ("a", "b")
+) -> Report:
     """What changed from a step of one run to a step of another, at several levels that each add up to the difference.
 
     Parameters
@@ -288,11 +285,13 @@ def comparison_report(a: Recording, b: Recording, steps: Sequence[int | None] = 
         Recordings; one may stand for both.
     steps
         A step of each; None takes that of median length.
+    names
+        What to call the two.
 
     Returns
     -------
     Report
-        Sections `runs`, then one a level of `compare`: `step`, `part`, `op`, `collective`, `phase`, `layer`, `rank`.
+        Sections `runs`, then one a level of `compare`: `step`, `rank`, `part`, `op`, `phase`, `layer`, `collective`.
 
     Examples
     --------
@@ -300,45 +299,35 @@ def comparison_report(a: Recording, b: Recording, steps: Sequence[int | None] = 
     """
     graphs = [build_graph(recording, step) for recording, step in zip((a, b), steps, strict=True)]
     changed = compare(*graphs)
-    spreads = [step_spread(recording).with_columns(run=pl.lit(name)) for recording, name in ((a, "a"), (b, "b"))]
-    taken = pl.Series([graph.step for graph in graphs])
-    runs = pl.concat(spreads).with_columns(step=taken).select("run", "step", pl.exclude("run", "step"))
-    total = changed.filter(pl.col("level") == "step").row(0, named=True)
-    sections = [
-        Section("runs", "The two runs", "Noise: how far a run's steps scatter; a change within it is none.", runs)
-    ]
+    spreads = pl.concat(step_spread(recording) for recording in (a, b))
+    taken = {"run": ["a", "b"], "name": names, "step": [graph.step for graph in graphs]}
+    runs = pl.DataFrame(taken).hstack(spreads)
+    sections = [Section("runs", "The two runs", "Noise: how far a run's own steps scatter.", runs)]
     for level, rows in changed.group_by("level", maintain_order=True):
-        name = str(level[0])
-        sections.append(Section(name, f"By {name}", "", rows.drop("level")))
+        sections.append(Section(str(level[0]), f"By {level[0]}", "", rows.drop("level")))
+    diff_ns = changed.filter(pl.col("level") == "step")["mean_diff_ns"].item()
     return Report(
-        title=f"Step {graphs[0].step} of a against step {graphs[1].step} of b",
-        summary=f"b takes {format_ns(total['mean_diff_ns'])} more than a, in the mean of its ranks (mean diff). "
-        "Each table adds up to that.",
+        title=f"Step {graphs[0].step} of {names[0]} (a) against step {graphs[1].step} of {names[1]} (b)",
+        summary=f"b takes {format_ns(abs(diff_ns))} {'less' if diff_ns < 0 else 'more'} than a in the mean of ranks: "
+        "every table's mean diff adds up to that. Its other times are summed over ranks.",
         sections=tuple(sections),
     )
 
 
 def write_report(report: Report, folder: str | Path, *, run: Run | None = None) -> list[Path]:
-    """Write a step's report: `ops.parquet`, `edges.parquet`, `report.html`, `step.perfetto.json.gz`.
+    """Write a step's report as `ops.parquet`, `edges.parquet`, `report.html` and `step.perfetto.json.gz`.
 
-    Parameters
-    ----------
-    report
-        What `step_report` gives.
-    folder
-        Made if it is not there; files of these names are replaced, each as a whole.
-    run
-        Adds what the profiler recorded to the Perfetto file.
+    They go into a folder that is there, each as a whole, in the place of files of the same names. `run` adds what the
+    profiler recorded to the Perfetto file.
 
-    Returns
-    -------
-    list of Path
-        The files written.
+    Raises
+    ------
+    LumosError
+        The report is not of a step, or a file cannot be written.
     """
-    assert report.result is not None
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    result, page = report.result, report.page()
+    if (result := report.result) is None:
+        raise LumosError(f"{report.title!r} has no replayed step to write; give what step_report returns.")
+    page = report.page()
     writers: dict[str, Callable[[Path], object]] = {
         "ops.parquet": result.ops.write_parquet,
         "edges.parquet": result.graph.edges.write_parquet,
@@ -346,26 +335,28 @@ def write_report(report: Report, folder: str | Path, *, run: Run | None = None) 
         "step.perfetto.json.gz": lambda path: write_perfetto(result, path, run=run),
     }
     for name, write in writers.items():
-        with whole(folder / name) as part:
+        with whole(Path(folder) / name) as part:
             write(part)
-    return [folder / name for name in writers]
+    return [Path(folder) / name for name in writers]
 
 
-def _shortened(table: pl.DataFrame) -> pl.DataFrame:
+def _shortened(table: pl.DataFrame, most: int | None = None) -> pl.DataFrame:
+    """Texts cut to `most` characters, or to what a line of text has room for."""
+    limits = {name: most for name, dtype in table.schema.items() if dtype == pl.String} if most else NAME_CHARACTERS
     cut = {}
-    for name in NAME_CHARACTERS.keys() & set(table.columns):
-        text, most = pl.col(name), NAME_CHARACTERS[name]
-        cut[name] = pl.when(text.str.len_chars() > most).then(text.str.head(most - 1) + "…").otherwise(text)
+    for name in limits.keys() & set(table.columns):
+        text, room = pl.col(name), limits[name]
+        cut[name] = pl.when(text.str.len_chars() > room).then(text.str.head(room - 1) + "…").otherwise(text)
     return table.with_columns(**cut)
 
 
 def _sections(sections: Sequence[Section]) -> str:
     parts = []
     for section in sections:
-        table = html_table(section.table, max_rows=HTML_ROWS) if section.table.height else ""
+        table = html_table(_shortened(section.table, HTML_CHARACTERS), max_rows=HTML_ROWS)
         parts.append(
             f'<section id="{section.key}"><h2>{html.escape(section.title)}</h2><p>{html.escape(section.note)}</p>'
-            f'<div class="table">{table}</div></section>'
+            f'<div class="table">{table if section.table.height else ""}</div></section>'
         )
     return "".join(parts)
 
@@ -377,13 +368,10 @@ def _charts(report: Report) -> list[tuple[alt.Chart | alt.LayerChart, str]]:
     result = report.result
     if result is None:
         return []
-    ranks = result.ops["rank"].unique().sort().to_list()
-    on_path = (
-        result.composition.group_by("rank").agg(pl.sum("time_ns")).sort("time_ns", "rank", descending=[True, False])
-    )
-    shown = sorted([*on_path["rank"], *(rank for rank in ranks if rank not in set(on_path["rank"]))][:DRAWN_RANKS])
+    shown = _ranks_to_draw(result)
+    n_ranks = result.ops["rank"].n_unique()
     of_all = (
-        "" if len(shown) == len(ranks) else f" Ranks {', '.join(map(str, shown))} of {len(ranks)}, by their time on it."
+        f" Ranks {', '.join(map(str, shown))} of {n_ranks}, by their time on the path." if len(shown) < n_ranks else ""
     )
     parts = breakdown(result).filter(pl.col("rank").is_in(shown))
     drawn: list[tuple[alt.Chart | alt.LayerChart, str]] = [
@@ -399,6 +387,15 @@ def _charts(report: Report) -> list[tuple[alt.Chart | alt.LayerChart, str]]:
             (charts.predicted_vs_measured(report.scored), "Each step predicted from the others, beside the null.")
         )
     return drawn
+
+
+def _ranks_to_draw(result: Result) -> list[int]:
+    """Those with most time on the critical path, as long as their lanes fit."""
+    on_path = result.composition.group_by("rank").agg(path_ns=pl.col("time_ns").sum())
+    lanes = result.ops.group_by("rank").agg(lanes=pl.col("lane").n_unique()).join(on_path, on="rank", how="left")
+    ranks = lanes.sort(pl.col("path_ns").fill_null(0), -pl.col("rank"), descending=True)
+    fits = (pl.col("lanes").cum_sum() <= DRAWN_LANES) | (pl.int_range(pl.len()) == 0)
+    return sorted(ranks.filter(fits)["rank"])
 
 
 def _figure(chart: alt.Chart | alt.LayerChart, caption: str) -> str:
@@ -426,7 +423,8 @@ figure {{ margin: 2em 0 }} figure img {{ max-width: 100%; height: auto }} figcap
 .table {{ overflow-x: auto }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
 th {{ border-bottom: 1.5px solid #1a1a1a; font-weight: 600; vertical-align: bottom }}
-th, td {{ padding: .2em .9em .2em 0; vertical-align: top; overflow-wrap: anywhere; min-width: 3.5em }}
+th, td {{ padding: .2em .9em .2em 0; vertical-align: top; max-width: 46em; overflow-wrap: anywhere }}
+[style*=right] {{ white-space: nowrap }}
 tbody tr:nth-child(even) {{ background: #f5f5f5 }} tfoot td {{ color: #555; padding-top: .5em }}
 footer {{ margin: 3em 0 1em; color: #555; font-size: .9em }}
 </style>
