@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -176,22 +176,34 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
     times = recording.step_times()
-    chosen = list(dict.fromkeys(map(recording.known_step, steps if steps is not None else times["step"][1:])))
-    if len(chosen) < 2:
-        raise GraphError(f"a prediction from other steps needs at least two steps besides the first, not {chosen}.")
+    chosen = chosen_steps(recording, steps, least=2)
     measured = _measured(times)
+    rows = []
+    for before, own, others in leave_one_out(recording, chosen):
+        costs = PooledCosts.of(others.values())
+        given = with_pooled_costs(own, costs, absent_given=True)
+        rows.append(_scored(with_pooled_costs(own, costs), given, measured[own.step], measured[before]))
+    return pl.DataFrame(rows)
+
+
+def chosen_steps(recording: Recording, steps: Sequence[int] | None, *, least: int) -> list[int]:
+    """`steps`, each once and known, or all but the first profiled one, which holds one-off costs; at least `least`."""
+    known = recording.step_times()["step"][1:] if steps is None else steps
+    chosen = list(dict.fromkeys(map(recording.known_step, known)))
+    if len(chosen) < least:
+        raise GraphError(f"a prediction from other steps needs at least {least} steps besides the first, not {chosen}.")
+    return chosen
+
+
+def leave_one_out(recording: Recording, steps: Sequence[int]) -> Iterator[tuple[int, Graph, dict[int, Graph]]]:
+    """Each step: the one before it (after the first), its graph, and the others' graphs, which know nothing of it."""
     # Only waits that the trace does not name are told by other steps, so only they make a graph depend on `unseen`.
     told = (recording.ops["call"] != HOST_COLLECTIVE).any()
-    shared = {} if told else {step: build_graph(recording, step) for step in chosen}
-    rows = []
-    for place, step in enumerate(chosen):
-        rest = [other for other in chosen if other != step]
-        others = PooledCosts.of(shared.get(other) or build_graph(recording, other, unseen=step) for other in rest)
-        own = shared.get(step) or build_graph(recording, step)
-        given = with_pooled_costs(own, others, absent_given=True)
-        null = measured[chosen[place - 1] if place else chosen[1]]
-        rows.append(_scored(with_pooled_costs(own, others), given, measured[step], null))
-    return pl.DataFrame(rows)
+    shared = {} if told else {step: build_graph(recording, step) for step in steps}
+    for place, step in enumerate(steps):
+        rest = [other for other in steps if other != step]
+        others = {o: shared.get(o) or build_graph(recording, o, unseen=step) for o in rest}
+        yield steps[place - 1] if place else steps[1], shared.get(step) or build_graph(recording, step), others
 
 
 def _measured(times: pl.DataFrame) -> dict[int, int]:

@@ -1,0 +1,133 @@
+"""How much a step's time varies by itself: replays with durations drawn from other steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from lumos_nb._replay_kernels import Int64s, last_ops, least_apart
+from lumos_nb._replay_plan import Plan
+from lumos_nb.errors import InputError
+from lumos_nb.evaluate import chosen_steps, leave_one_out
+from lumos_nb.graph import Graph, Recording
+from lumos_nb.traces.run import Run
+
+DRAWS = 200
+LEVEL = 0.9
+
+_SAME_OP = ("rank", "lane", "kind", "name", "number")
+"""What names an op in every step: the how manieth of its name on its lane."""
+
+
+def jitter(
+    run: Run | Recording, steps: Sequence[int] | None = None, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0
+) -> pl.DataFrame:
+    """Predict the spread of each step's time from the other steps, and whether the measured time lies in it.
+
+    The graph of the step before (after, for the first) is replayed `draws` times. Each time every rank takes the
+    durations of all its ops from one other step, drawn for it alone: what varies with the rank and the step stays
+    together, and a join meets the latest of independent ranks. Medians in place of draws would make a pipeline too
+    fast, since a join waits for the latest. Nothing of the predicted step is used.
+
+    Parameters
+    ----------
+    run
+        A run with at least three steps whose beginning is known.
+    steps
+        The steps to predict and to draw from; None takes all but the first profiled one.
+    level
+        The share of steps that the interval is to hold, between 0 and 1.
+    draws
+        Replays a step.
+    seed
+        Of the random numbers: equal seeds give equal tables.
+
+    Returns
+    -------
+    table
+        A row a step: `step`, `measured_ns`, `low_ns`, `median_ns`, `high_ns`, `inside`, and the same interval from the
+        other steps' measured times alone: `null_low_ns`, `null_high_ns`, `null_inside`. The coverage is the mean of
+        `inside`; hold it against `level`, and the width against the null's.
+
+    Raises
+    ------
+    GraphError
+        There are fewer than three such steps.
+    InputError
+        `level` or `draws` is out of range.
+
+    Examples
+    --------
+    >>> table = ln.jitter(run)                                    # doctest: +SKIP
+    >>> table["inside"].mean()                                    # doctest: +SKIP
+    """
+    _check(level, draws)
+    recording = run if isinstance(run, Recording) else Recording.of(run)
+    measured = dict(recording.step_times().select("step", "step_ns").iter_rows())
+    chosen = chosen_steps(recording, steps, least=3)
+    rng, sides = np.random.default_rng(seed), [(1 - level) / 2, 0.5, (1 + level) / 2]
+    rows = []
+    for before, own, others in leave_one_out(recording, chosen):
+        drawn = resampled_steps(others[before], list(others.values()), draws=draws, rng=rng)
+        low, middle, high = (int(x) for x in np.quantile(drawn, sides))
+        null_low, _, null_high = (int(x) for x in np.quantile([measured[step] for step in others], sides))
+        time_ns = measured[own.step]
+        rows.append((own.step, time_ns, low, middle, high, low <= time_ns <= high, null_low, null_high))
+    names = ["step", "measured_ns", "low_ns", "median_ns", "high_ns", "inside", "null_low_ns", "null_high_ns"]
+    inside_null = pl.col("measured_ns").is_between("null_low_ns", "null_high_ns")
+    return pl.DataFrame(rows, schema=names, orient="row").with_columns(null_inside=inside_null)
+
+
+def _check(level: float, draws: int) -> None:
+    if not 0 < level < 1:
+        raise InputError(f"level is the share of steps that the interval is to hold, between 0 and 1, not {level}.")
+    if draws < 1:
+        raise InputError(f"draws is the number of replays a step, at least 1, not {draws}.")
+
+
+def resampled_steps(
+    graph: Graph, others: Sequence[Graph], *, draws: int = DRAWS, rng: np.random.Generator | None = None
+) -> Int64s:
+    """Step times of `graph` (draws,) with each rank's durations from one of `others`, drawn for every rank and replay.
+
+    An op that a drawn step lacks keeps the duration that it has in `graph`; so do boundary rows and lags.
+    """
+    rng = rng or np.random.default_rng()
+    plan = Plan.of(graph)
+    choices = _durations(graph, others)[plan.row]
+    ranks, rank_at = np.unique(graph.ops["rank"].to_numpy()[plan.row], return_inverse=True)
+    lag_ns = graph.edges["lag_ns"].to_numpy()[plan.edge]
+    at = np.arange(len(plan.row))
+    drawn = rng.integers(0, choices.shape[1], (draws, ranks.size))
+    return np.array([_step_ns(plan, lag_ns, choices[at, pick[rank_at]]) for pick in drawn], np.int64)
+
+
+def _step_ns(plan: Plan, lag_ns: Int64s, dur_ns: Int64s) -> int:
+    """Time of the last step with other durations, (n,) in the plan's order."""
+    apart_ns = least_apart(plan.src, lag_ns, plan.from_start, dur_ns)
+    end = replace(plan, apart_ns=apart_ns, dur_ns=dur_ns).starts() + dur_ns
+    ends = end[last_ops(end, plan.group, plan.row, len(plan.groups))]
+    steps = plan.groups["step"].to_numpy()  # in order
+    by_step = np.maximum.reduceat(ends, np.flatnonzero(np.diff(steps, prepend=steps[0] - 1)))
+    return int(by_step[-1] - (by_step[-2] if by_step.size > 1 else 0))
+
+
+def _durations(graph: Graph, others: Sequence[Graph]) -> NDArray[np.int64]:
+    """Durations of `graph`'s ops in each of `others`, (n, len(others))."""
+    own = _named(graph)
+    fixed = (graph.ops["kind"] == "boundary").to_numpy()
+    columns = []
+    for other in others:
+        same = own.join(_named(other), on=list(_SAME_OP), how="left", suffix="_there", maintain_order="left")
+        there = same.select(pl.coalesce("dur_ns_there", "dur_ns")).to_series().to_numpy()
+        columns.append(np.where(fixed, own["dur_ns"].to_numpy(), there))
+    return np.column_stack(columns)
+
+
+def _named(graph: Graph) -> pl.DataFrame:
+    number = pl.int_range(pl.len()).over("rank", "lane", "kind", "name", order_by="start_ns")
+    return graph.ops.select("rank", "lane", "kind", "name", "dur_ns", number=number)
