@@ -42,8 +42,11 @@ def align_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     ops, shifts = shift_device_clocks(ops)
     ops = match_collectives(ops)
     ops, offsets = align_ranks(ops)
-    ops, hidden = find_hidden_collectives(ops)
-    return ops, pl.concat([shifts, offsets, hidden])
+    reports = [shifts, offsets]
+    if ops["rank"].n_unique() > 1:
+        ops, hidden = find_hidden_collectives(ops)
+        reports.append(hidden)
+    return ops, pl.concat(reports)
 
 
 def shift_device_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

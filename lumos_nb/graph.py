@@ -34,7 +34,8 @@ class Graph(Tables):
     report
         What was assumed while the graph was made: columns `what`, `rank`, `count`, `time_ns`, `detail`.
     queue_sizes
-        Rank -> how many device ops may be outstanding before its launches wait; ranks without a known limit are absent.
+        Rank -> how many device ops may be outstanding on each of its devices before its launches wait; ranks without a
+        known limit are absent.
     """
 
     ops: pl.DataFrame
@@ -243,8 +244,9 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     here = recording.ops.filter(pl.col("step") == step)
     unseen = step if unseen is None else recording.known_step(unseen)
     waits = find_waits(recording.ops, recording.records, step, unseen)
-    sizes = rules.queue_size(recording.ops, cuda=_is_cuda(recording.ops))
-    queue = rules.launch_queue(recording.ops, sizes)
+    work = rules.outstanding(recording.ops)
+    sizes = rules.queue_size(work, cuda=_is_cuda(recording.ops))
+    queue = rules.launch_queue(work, recording.ops, sizes, step)
     rows, edges, notes = _rows_and_edges(recording, here, waits, queue, step)
     rows = measure.settle(measure.in_issue_order(rows, edges), edges)
     rows, edges = measure.add_lags(rows, edges)

@@ -7,7 +7,7 @@ import polars as pl
 from lumos_nb.calls import BLOCKING_COPIES, HOST_COLLECTIVE
 from lumos_nb.schema import DEVICE_KINDS
 
-ROLES = OWN, BLOCKED, WAIT_POINT, RECORD_POINT, ARRIVAL, DELAY, BACKLOG, ENGINE_RETURN, ABSENT_PEERS = tuple(range(9))
+ROLES = ARRIVAL, OWN, BLOCKED, WAIT_POINT, RECORD_POINT, DELAY, BACKLOG, ENGINE_RETURN, ABSENT_PEERS = tuple(range(9))
 """Roles of the rows that one raw op becomes: row id = 9 x raw op id + role. Joins have ids below 0, leads far below."""
 
 LEAD_ID = -(1 << 40)
@@ -44,20 +44,19 @@ def in_turn(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     A stream runs its work in order; where a trace shows an op before the end of the one before it (programmatic
     dependent launch, rounding, an event that stands there twice), what counts of it is what goes on after that end.
     """
-    lane = ["rank", "lane"]
-    end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    on_stream = pl.col("device").is_not_null() & pl.col("lane").is_not_null()
-    before_ns = pl.when(on_stream).then(end_ns.cum_max().shift(1).over(lane, order_by=["start_ns", "op_id"]))
-    start_ns = pl.max_horizontal("start_ns", before_ns)
-    cut = ops.with_columns(start_ns=start_ns, dur_ns=(end_ns - start_ns).clip(0), was_ns="dur_ns", from_ns="start_ns")
-    report = (
-        cut.filter(pl.col("start_ns") > pl.col("from_ns"))
-        .group_by("rank")
-        .agg(count=pl.len().cast(pl.Int64), time_ns=(pl.col("was_ns") - pl.col("dur_ns")).sum())
-        .sort("rank")
+    work = ops.select("op_id", "rank", "lane", "device", "start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+    work = work.filter(pl.col("device").is_not_null() & pl.col("lane").is_not_null()).sort("start_ns", "op_id")
+    before_ns = pl.col("end_ns").cum_max().shift(1).over("rank", "lane")
+    late = work.with_columns(from_ns=before_ns).filter(pl.col("start_ns") < pl.col("from_ns"))
+    cut = late.with_columns(dur_ns=(pl.col("end_ns") - pl.col("from_ns")).clip(0))
+    lost_ns = pl.col("end_ns") - pl.col("start_ns") - pl.col("dur_ns")
+    report = cut.group_by("rank").agg(count=pl.len().cast(pl.Int64), time_ns=lost_ns.sum()).sort("rank")
+    at = cut["op_id"]
+    ops = ops.with_columns(
+        start_ns=ops["start_ns"].scatter(at, cut["from_ns"]), dur_ns=ops["dur_ns"].scatter(at, cut["dur_ns"])
     )
     detail = pl.lit("ops that begin before the one before them on their stream ends: they count from that end")
-    return cut.drop("was_ns", "from_ns"), report.select(
+    return ops, report.select(
         what=pl.lit("overlaps on a stream"), rank="rank", count="count", time_ns="time_ns", detail=detail
     )
 
@@ -67,14 +66,16 @@ def usual_issues(ops: pl.DataFrame, full_queue: pl.Series) -> pl.DataFrame:
 
     A call that always blocks (it copies to pageable memory, or is in `full_queue`) costs what the rank's others do.
     """
-    issues = ops.filter(pl.col("kind") == "launch")
-    copies = ops.filter(pl.col("kind").is_in(DEVICE_KINDS) & pl.col("name").str.contains(BLOCKING_COPIES))
-    free = issues.filter(~pl.col("op_id").is_in(full_queue.implode()))
-    free = free.join(copies, on=["rank", "correlation"], how="anti")
-    by_call = free.group_by("rank", "call_name").agg(own_ns=pl.col("dur_ns").median())
-    by_rank = free.filter(pl.col("call") == "launch").group_by("rank").agg(rank_ns=pl.col("dur_ns").median())
-    least = issues.group_by("rank", "call_name").agg(least_ns=pl.col("dur_ns").min())
-    known = least.join(by_call, on=["rank", "call_name"], how="left").join(by_rank, on="rank", how="left")
+    used = ops.select("op_id", "rank", "kind", "name", "call", "call_name", "correlation", "dur_ns")
+    copies = used.filter(pl.col("kind").is_in(DEVICE_KINDS)).filter(pl.col("name").str.contains(BLOCKING_COPIES))
+    issues = used.filter(pl.col("kind") == "launch")
+    suspects = issues.filter(pl.col("correlation").is_in(copies["correlation"].implode()))
+    blocking = suspects.join(copies, on=["rank", "correlation"], how="semi")["op_id"]
+    free = ~pl.col("op_id").is_in(pl.concat([full_queue, blocking]).implode())
+    dur_ns = pl.col("dur_ns")
+    by_rank = issues.filter(free & (pl.col("call") == "launch")).group_by("rank").agg(rank_ns=dur_ns.median())
+    by_call = issues.group_by("rank", "call_name").agg(own_ns=dur_ns.filter(free).median(), least_ns=dur_ns.min())
+    known = by_call.join(by_rank, on="rank", how="left")
     return known.select("rank", "call_name", typical_ns=pl.coalesce("own_ns", "rank_ns", "least_ns").cast(pl.Int64))
 
 

@@ -44,6 +44,8 @@ COMM_ARGUMENTS = {
     "Out msg nelems": pl.Int64(),
     "dtype": pl.String(),
     "Seq": pl.Int64(),
+    "Src Rank": pl.Int64(),
+    "Dst Rank": pl.Int64(),
 }
 ELEMENT_BYTES = {
     "Float": 4,
@@ -86,10 +88,10 @@ def build_ops(events: pl.DataFrame) -> pl.DataFrame:
     events = EVENTS.check(events)
     events = _distinct_ids(events)
     threads = thread_ops(events, step_marks(events))
-    ops = _communication(
-        pl.concat([threads, _device_ops(events, threads)], how="diagonal_relaxed").with_row_index("at")
-    )
-    ops = ops.sort("rank", "at") if ops["rank"].n_unique() > 1 else ops
+    nccl = (pl.col("kind") == "kernel") & pl.col("name").str.contains(COMM_KERNELS)
+    device = _communication(_device_ops(events, threads), nccl)
+    ops = pl.concat([_communication(threads, pl.col("call") == HOST_COLLECTIVE), device], how="diagonal_relaxed")
+    ops = ops.sort("rank", maintain_order=True) if ops["rank"].n_unique() > 1 else ops
     ops = ops.with_columns(
         op_id=pl.int_range(pl.len(), dtype=pl.Int64), bytes=pl.col("own_args").str.extract(_BYTES).cast(pl.Float64)
     )
@@ -102,7 +104,7 @@ def step_marks(events: pl.DataFrame) -> pl.DataFrame:
     """The profiler's step marks: `rank`, `step`, `thread`, `start_ns`, `end_ns` (the next mark's start if any)."""
     number = pl.col("name").str.extract(STEP_MARK).cast(pl.Int32, strict=False)
     marks = (
-        events.filter(pl.col("thread").is_not_null() & pl.col("name").str.contains(STEP_MARK))
+        events.filter(pl.col("thread").is_not_null() & pl.col("name").str.starts_with("ProfilerStep"))
         .select("rank", number.alias("step"), "thread", "start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
         .drop_nulls("step")
         .sort("rank", "start_ns")
@@ -116,9 +118,10 @@ def _distinct_ids(events: pl.DataFrame) -> pl.DataFrame:
     events = events.with_columns(pl.col("correlation").replace(0, None))
     is_call = pl.col("category").is_in(CALL_CATEGORIES)
     ids = events.filter(is_call & pl.col("correlation").is_not_null()).select("rank", "correlation")
-    shared = ids.filter(ids.is_duplicated()).unique()
-    if shared.is_empty():
+    distinct = ids.group_by("rank").agg(pl.col("correlation").n_unique() == pl.len())["correlation"]
+    if distinct.all():
         return events
+    shared = ids.filter(ids.is_duplicated()).unique()
     launches = (is_call & (classify(pl.col("name"), CALL_PATTERNS) == "launch")).fill_null(value=False)
     nth = launches.cum_sum().over("rank", "correlation", order_by="start_ns")
     fresh = (pl.struct("correlation", nth=nth).hash(8) // 2).cast(pl.Int64)
@@ -136,9 +139,8 @@ def _host_comm(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     """
     name = pl.col("name")
     from_end = pl.int_range(pl.len(), 0, -1).over("rank", "collective")
-    runs = events.filter((pl.col("category") == "user_annotation") & name.str.contains(HOST_COMM)).sort(
-        "start_ns", "event_id"
-    )
+    runs = events.filter(pl.col("category") == "user_annotation").filter(name.str.contains(HOST_COMM))
+    runs = runs.sort("start_ns", "event_id")
     runs = runs.with_columns(collective=classify(name, COMM_TYPES)).with_columns(from_end=from_end)
     label = pl.col("label")
     issues = host.filter((pl.col("call") == "launch") & label.str.contains(COMM_LABEL)).sort("start_ns")
@@ -218,10 +220,10 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     return linked.with_columns(pl.col("step").forward_fill().over("rank", "lane"))
 
 
-def _communication(ops: pl.DataFrame) -> pl.DataFrame:
+def _communication(ops: pl.DataFrame, which: pl.Expr) -> pl.DataFrame:
     """Mark the communication ops and say which collective each is, of how many bytes, in which group."""
-    kernels = ops.filter(pl.col("kind") == "kernel").filter(pl.col("name").str.contains(COMM_KERNELS))
-    comm = pl.concat([kernels, ops.filter(pl.col("call") == HOST_COLLECTIVE)])
+    ops = ops.with_row_index("at")
+    comm = ops.filter(which)
     if comm.is_empty():
         return ops
     comm = comm.drop("dtype").with_columns(arguments(comm["own_args"], COMM_ARGUMENTS))
@@ -235,6 +237,7 @@ def _communication(ops: pl.DataFrame) -> pl.DataFrame:
         group_size=pl.col("Group size").cast(pl.Int32, strict=False),
         comm_bytes=elements * pl.col("dtype").replace_strict(ELEMENT_BYTES, default=None),
         comm_seq=pl.col("Seq"),
+        peer=pl.when(stated == "send").then("Dst Rank").when(stated == "recv").then("Src Rank").cast(pl.Int32),
     )
     known = [c for c in comm.columns if c in ops.columns and c != "at"]
     joined = ops.join(comm, on="at", how="left", maintain_order="left", suffix="_stated")

@@ -169,17 +169,13 @@ def _elect(
 
 def hidden_waits(ops: pl.DataFrame, device: pl.DataFrame, calls: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
     """Host stretches that end right after a device op in other steps: waits that the profiler did not record."""
-    long = ops.filter(
-        pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & (pl.col("dur_ns") > HIDDEN_WAIT_NS)
-    )
-    sites = long["site"].unique().implode()
-    stretches = ops.filter(
-        pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null() & pl.col("site").is_in(sites)
-    )
-    syncs = calls.filter(pl.col("call") == "sync_event")
-    waits = pl.concat(
-        [stretches.with_columns(site_key=SITE_KEY), syncs.select(*stretches.columns, "site_key")]
-    ).with_columns(
+    columns = ["op_id", "rank", "step", "site", "nth", "call", "start_ns", "dur_ns"]
+    stretches = ops.select("kind", *columns).filter(pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null())
+    sites = stretches.filter(pl.col("dur_ns") > HIDDEN_WAIT_NS)["site"].unique().implode()
+    stretches = stretches.filter(pl.col("site").is_in(sites)).select(columns)
+    syncs = calls.filter(pl.col("call") == "sync_event").select(columns)
+    waits = pl.concat([stretches, syncs]).with_columns(
+        site_key=SITE_KEY,
         call_ns="start_ns",
         at_ns=pl.col("start_ns") + pl.col("dur_ns"),
         lane=pl.lit(None, pl.String),

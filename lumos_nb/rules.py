@@ -131,56 +131,52 @@ def collectives(streams: pl.DataFrame, joins: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def queue_size(ops: pl.DataFrame, *, cuda: bool) -> dict[int, int]:
-    """Launch-queue size of each rank, from the plateau of outstanding work, else CUDA's default; absent where unknown.
+def queue_size(work: pl.DataFrame, *, cuda: bool) -> dict[int, int]:
+    """Launch-queue size of each rank's devices, from the plateau of `outstanding` work, else CUDA's default.
 
-    A queue is full when many launches find the same number of device ops outstanding and none finds more.
+    A queue is full when many launches find the same number of device ops outstanding and none finds more. Ranks
+    without a known size are absent.
     """
-    sizes: dict[int, int] = {}
-    for part in outstanding(ops).partition_by("rank"):
-        most = int(part["outstanding"].max())  # type: ignore[arg-type]
-        at_most = part.filter(pl.col("outstanding") >= most - PLATEAU_MARGIN).height
-        if most >= MIN_QUEUE and at_most >= PLATEAU_SHARE * part.height:
-            sizes[int(part["rank"][0])] = most
-        elif cuda and most < DEFAULT_QUEUE:
-            sizes[int(part["rank"][0])] = DEFAULT_QUEUE
-    return sizes
+    most, found = pl.col("outstanding").max(), pl.col("outstanding")
+    queues = work.group_by(QUEUE).agg(most=most, full=(found >= most - PLATEAU_MARGIN).mean() >= PLATEAU_SHARE)
+    plateau = pl.col("most").filter((pl.col("most") >= MIN_QUEUE) & pl.col("full")).max()
+    default = pl.when(cuda & (pl.col("most").max() < DEFAULT_QUEUE)).then(DEFAULT_QUEUE)
+    sizes = queues.group_by("rank").agg(size=pl.coalesce(plateau, default)).drop_nulls().sort("rank")
+    return {int(rank): int(size) for rank, size in sizes.iter_rows()}
+
+
+QUEUE = ["rank", "device"]
+"""Each device of a rank has a launch queue of its own."""
 
 
 def outstanding(ops: pl.DataFrame) -> pl.DataFrame:
-    """Linked device ops in launch order, with their `number` and how many are `outstanding` as each is launched."""
-    work = ops.filter(pl.col("device").is_not_null() & pl.col("launch_ns").is_not_null())
-    work = work.select(
-        "op_id", "rank", "launch_ns", "step", "correlation", end_ns=pl.col("start_ns") + pl.col("dur_ns")
+    """Linked device ops by queue and launch, with their `number` and how many are `outstanding` as each is launched."""
+    work = ops.select(
+        "op_id", *QUEUE, "launch_ns", "step", "correlation", end_ns=pl.col("start_ns") + pl.col("dur_ns")
+    ).filter(pl.col("device").is_not_null() & pl.col("launch_ns").is_not_null())
+    ended = pl.col("end_ns").sort().search_sorted(pl.col("launch_ns"), side="right")
+    work = work.sort(*QUEUE, "launch_ns", "op_id").with_columns(
+        number=pl.int_range(pl.len()).over(QUEUE), ended=ended.over(QUEUE).cast(pl.Int64)
     )
-    ends = (
-        work.select("rank", ended_ns="end_ns")
-        .sort("ended_ns")
-        .with_columns(ended=pl.col("ended_ns").rank("ordinal").over("rank"))
-    )
-    rows = work.sort("launch_ns", "op_id").join_asof(
-        ends, left_on="launch_ns", right_on="ended_ns", by="rank", check_sortedness=False
-    )
-    number = pl.int_range(pl.len()).over("rank")
-    return rows.with_columns(number=number, outstanding=number - pl.col("ended").fill_null(0).cast(pl.Int64))
+    return work.with_columns(outstanding=pl.col("number") - pl.col("ended"))
 
 
-def launch_queue(ops: pl.DataFrame, sizes: dict[int, int]) -> pl.DataFrame:
+def launch_queue(work: pl.DataFrame, ops: pl.DataFrame, sizes: dict[int, int], step: int) -> pl.DataFrame:
     """Rule 8: a launch waits until no more than the queue's size of earlier device ops are unfinished.
 
     Returns `op_id` (raw launch call), `step`, `full` (it did find the queue full) and `target` (raw op that must have
-    ended).
+    ended), of the launches in `work` (`outstanding`) that belong to the step or found the queue full.
     """
-    work = outstanding(ops)
     size = pl.col("rank").replace_strict(sizes, default=None, return_dtype=pl.Int64)
-    work = work.with_columns(size=size, room=pl.col("number") - size)
-    calls = ops.filter((pl.col("call") == "launch") & pl.col("correlation").is_not_null()).select(
-        "rank", "correlation", call_id="op_id"
+    full = pl.col("outstanding") >= size - PLATEAU_MARGIN
+    late = work.with_columns(full=full, size=size, room=pl.int_range(pl.len()) - size)
+    late = late.filter((pl.col("number") >= pl.col("size")) & (pl.col("full") | (pl.col("step") == step)))
+    late = late.with_columns(target=work["op_id"].gather(late["room"]))
+    calls = ops.select("rank", "correlation", "call", call_id="op_id").filter(
+        (pl.col("call") == "launch") & pl.col("correlation").is_in(late["correlation"].implode())
     )
-    earlier = work.select("rank", room="number", target="op_id")
-    later = work.filter(pl.col("room") >= 0).join(earlier, on=["rank", "room"], how="left")
-    return later.join(calls.unique(["rank", "correlation"]), on=["rank", "correlation"]).select(
-        "step", op_id="call_id", target="target", full=pl.col("outstanding") >= pl.col("size") - PLATEAU_MARGIN
+    return late.join(calls.unique(["rank", "correlation"]), on=["rank", "correlation"]).select(
+        "step", "target", "full", op_id="call_id"
     )
 
 

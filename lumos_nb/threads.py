@@ -31,35 +31,38 @@ _DTYPE = r'"Input type":\s*\[[^\]]*?"([^"\]]+)"'
 
 def thread_ops(events: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
     """The calls of all threads of all ranks and the stretches between them, by rank, thread and time."""
-    work, lanes = _by_lane(events, _meanings(events["name"]))
-    is_call = pl.col("call").is_not_null()
-    calls = _clip(_sorted(work.filter(is_call), "event_id"))
-    frames = _Frames(_sorted(work.filter(~is_call), -pl.col("end_ns")))
+    calls, frames, lanes = _by_lane(events)
     ranks = _numbers(lanes["rank"])
     of_rank = np.searchsorted(_numbers(marks["rank"]), np.stack([ranks, ranks + 1], axis=1))
     lane, start, end, call, mark = call_stacks.cut(
         *frames.tops(lanes.height), *_edges(calls, lanes.height), of_rank, _numbers(marks["start_ns"])
     )
-    between = call < 0
-    inner = frames.innermost_at(lane, start, ~between)
-    described = [
-        _calls(calls, frames, inner[~between]),
-        _stretches(start[between], end[between], frames, inner[between]),
-    ]
-    rows = pl.concat(described, how="diagonal_relaxed")[np.where(between, calls.height + np.cumsum(between) - 1, call)]
-    # Before a rank's first mark lies the step before it; a rank without marks is in step 0.
-    numbers = np.append(_numbers(marks["step"]), 0)
-    first = np.where(of_rank[:, 0] < of_rank[:, 1], numbers[of_rank[:, 0]] - 1, 0)
-    follows = pl.Series(np.append(lane[1:] == lane[:-1], [False])[: lane.size])
-    following = pl.when(follows).then(pl.coalesce("parent", "name").shift(-1)).fill_null("the next step")
+    inner = frames.innermost_at(lane, start, strictly=call >= 0)
+    rows = rows_at(calls.drop("lane", "start_ns", "end_ns"), call).with_columns(
+        *rows_at(lanes.select("rank", "thread", lane=pl.format("cpu:{}", "thread")), lane).get_columns(),
+        *frames.around(inner, is_call=call >= 0),
+        start_ns=pl.Series(start),
+        dur_ns=pl.Series(end - start),
+        step=_steps(marks, of_rank, lane, mark),
+    )
+    is_call, is_gap = pl.col("call").is_not_null(), pl.col("call_name").is_null() & pl.col("parent").is_null()
+    last = pl.Series(np.append(lane[1:] != lane[:-1], [True])[: lane.size])
+    after = pl.when(last).then(None).otherwise(pl.coalesce("parent", "call_name").shift(-1)).fill_null("the next step")
     return rows.with_columns(
-        *lanes.select("rank", "thread", lane=pl.format("cpu:{}", "thread"))[lane].get_columns(),
-        name=pl.when(pl.col("kind") == "gap").then(pl.lit("before ") + following).otherwise("name"),
-        dur_ns=pl.col("end_ns") - pl.col("start_ns"),
-        step=pl.Series(np.where(mark >= 0, numbers[mark], first[lane]).astype(np.int32)),
+        name=pl.coalesce("call_name", "parent", pl.lit("before ") + pl.when(is_gap).then(after)),
+        kind=pl.coalesce("kind", pl.when(pl.col("parent").is_null()).then(pl.lit("gap")).otherwise(pl.lit("cpu"))),
+        site=pl.when(is_call).then(pl.struct(pl.col("path"), name="call_name").hash(2)),
+        launch_ns=pl.when(is_call).then("start_ns"),
         shapes=pl.col("args").str.extract(_SHAPES),
         dtype=pl.col("args").str.extract(_DTYPE),
-    )
+    ).drop("path", "args")
+
+
+def _steps(marks: pl.DataFrame, of_rank: Int64s, lane: Int64s, mark: Int64s) -> pl.Series:
+    """The step at each mark (-1: before the rank's first, in the step before it; a rank without marks is in step 0)."""
+    numbers = np.append(_numbers(marks["step"]), 0)
+    first = np.where(of_rank[:, 0] < of_rank[:, 1], numbers[of_rank[:, 0]] - 1, 0)
+    return pl.Series(np.where(mark >= 0, numbers[mark], first[lane]).astype(np.int32))
 
 
 def _meanings(names: pl.Series) -> pl.DataFrame:
@@ -69,8 +72,10 @@ def _meanings(names: pl.Series) -> pl.DataFrame:
     return (
         names.unique()
         .to_frame("name")
+        .with_row_index("word")
         .select(
             "name",
+            "word",
             does=classify(name, CALL_PATTERNS),
             labelled=labelled.replace_strict({"comm": "launch", "wait": "wait_comm"}, default=None),
             # A number that the issue and the wait of one labelled collective share, in place of a correlation id.
@@ -97,28 +102,29 @@ _PHASE = (
 )
 
 
-def _by_lane(events: pl.DataFrame, meanings: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """What shows on threads, each row with its `lane`; and the lanes, `rank` and `thread` of each."""
+def _by_lane(events: pl.DataFrame) -> tuple[pl.DataFrame, _Frames, pl.DataFrame]:
+    """The calls and the frames of all threads, each with its `lane`; and the lanes, `rank` and `thread` of each."""
     category, call = pl.col("category"), pl.col("call")
     is_call, is_collective = category.is_in(CALL_CATEGORIES), category == COLLECTIVE_CATEGORY
     known = is_call | is_collective | category.is_in(FRAME_CATEGORIES)
     on_threads = events.filter(pl.col("thread").is_not_null() & (pl.col("dur_ns") >= 0) & known)
-    work = on_threads.with_row_index("row").join(meanings, on="name", how="left", maintain_order="left").with_columns(
-        call=pl.when(is_call).then("does").when(is_collective).then(pl.lit(HOST_COLLECTIVE)).otherwise("labelled"),
-        correlation=pl.coalesce("label_id", "correlation"),
-        end_ns=pl.col("start_ns") + pl.col("dur_ns"),
-        own_args=pl.when(is_collective).then("args"),
-        lane=pl.col("row").first().over("rank", "thread").cast(pl.Int64),
-    )
-    work = work.filter(call.is_not_null() | ~(is_call | pl.col("ignored")))
-    layers = layers_of(events)
+    words = _meanings(on_threads["name"])
+    looked_up = words.select("name", "word", "does", "labelled", "ignored")
     work = (
-        work.join(layers, on=["rank", "event_id"], how="left", maintain_order="left")
-        if layers.height
-        else work.with_columns(layer=pl.lit(None, pl.String))
+        on_threads.drop("device", "stream", "external_id")
+        .with_row_index("row")
+        .join(looked_up, on="name", how="left", maintain_order="left")
+        .with_columns(
+            call=pl.when(is_call).then("does").when(is_collective).then(pl.lit(HOST_COLLECTIVE)).otherwise("labelled"),
+            end_ns=pl.col("start_ns") + pl.col("dur_ns"),
+            lane=pl.col("row").first().over("rank", "thread").cast(pl.Int64),
+        )
     )
-    lanes = work.select("lane", "rank", "thread").unique().sort("lane")
-    return work.with_columns(lane=pl.Series(np.searchsorted(lanes["lane"], work["lane"]))), lanes
+    lanes = work.filter(pl.col("row") == pl.col("lane")).select("lane", "rank", "thread")
+    work = work.with_columns(lane=pl.Series(np.searchsorted(lanes["lane"], work["lane"])))
+    calls = _sorted(work.filter(call.is_not_null()), "event_id")
+    frames = _sorted(work.filter(call.is_null() & ~(is_call | pl.col("ignored"))), -pl.col("end_ns"))
+    return _calls(calls, words), _Frames(frames, words, layers_of(events)), lanes
 
 
 def _numbers(column: pl.Series) -> Int64s:
@@ -131,9 +137,33 @@ def _sorted(rows: pl.DataFrame, then: str | pl.Expr) -> pl.DataFrame:
     return rows[np.lexsort([_numbers(key) for key in keys.get_columns()])]
 
 
-def _clip(calls: pl.DataFrame) -> pl.DataFrame:
+_KINDS = {
+    "launch": "launch",
+    "alloc": "alloc",
+    "free": "alloc",
+    "record": "launch",
+    "wait_event": "launch",
+    "elapsed": "cpu",
+    HOST_COLLECTIVE: "comm",
+}
+"""Kind of op of what a call does; the others are a `wait`."""
+
+
+def _calls(calls: pl.DataFrame, words: pl.DataFrame) -> pl.DataFrame:
     """Calls without overlap on their thread: rounding and nesting make some end after the next one starts."""
-    return calls.with_columns(end_ns=pl.min_horizontal("end_ns", pl.col("start_ns").shift(-1).over("lane")))
+    meant = words[calls["word"]]
+    return calls.select(
+        "lane",
+        "start_ns",
+        "call",
+        "event_id",
+        end_ns=pl.min_horizontal("end_ns", pl.col("start_ns").shift(-1).over("lane")),
+        correlation=pl.coalesce(meant["label_id"], "correlation"),
+        own_args=pl.when(pl.col("call") == HOST_COLLECTIVE).then("args"),
+        label=pl.when(pl.col("labelled").is_not_null()).then("name"),
+        call_name=meant["plain"],
+        kind=pl.col("call").replace_strict(_KINDS, default="wait"),
+    )
 
 
 def _edges(rows: pl.DataFrame, lanes: int) -> tuple[Int64s, Int64s]:
@@ -142,10 +172,9 @@ def _edges(rows: pl.DataFrame, lanes: int) -> tuple[Int64s, Int64s]:
     return np.searchsorted(_numbers(rows["lane"]), np.arange(lanes + 1)), edges
 
 
-def _gather(values: pl.Series, index: Int64s) -> pl.Series:
-    """`values[index]`, null where the index is negative."""
-    where = pl.Series(index).cast(pl.UInt32, strict=False)  # -1 does not fit, so it becomes null
-    return values.gather(where) if len(values) else pl.Series(values.name, [None] * index.size, dtype=values.dtype)
+def rows_at(table: pl.DataFrame, index: Int64s) -> pl.DataFrame:
+    """Rows of `table`, null where the index is negative."""
+    return table[pl.Series(index).cast(pl.UInt32, strict=False)]  # -1 does not fit, so it becomes null
 
 
 def _through(index: Int64s, at: Int64s) -> Int64s:
@@ -156,13 +185,20 @@ def _through(index: Int64s, at: Int64s) -> Int64s:
 class _Frames:
     """The operators and annotations of all threads, what encloses what, and what each inherits from those around it."""
 
-    def __init__(self, frames: pl.DataFrame) -> None:
+    def __init__(self, frames: pl.DataFrame, words: pl.DataFrame, layers: pl.DataFrame) -> None:
         in_forward = pl.col("sequence").is_not_null() & (pl.col("category") == "cpu_op")
-        self.table = frames.with_columns(
+        micro_batch = pl.coalesce("named", pl.col("args").str.extract(r'"micro_batch":(\d+)'))
+        self.table = frames.hstack(words.select("hash", "phase", named="micro_batch")[frames["word"]]).select(
+            "lane",
+            "start_ns",
+            "end_ns",
+            "name",
+            "args",
+            "event_id",
+            "hash",
             phase=pl.coalesce("phase", pl.when(in_forward).then(pl.lit("forward"))),
-            micro_batch=pl.coalesce("micro_batch", pl.col("args").str.extract(r'"micro_batch":(\d+)')).cast(
-                pl.Int32, strict=False
-            ),
+            micro_batch=micro_batch.cast(pl.Int32, strict=False),
+            layer=pl.lit(None, pl.String) if layers.is_empty() else _layer(frames, layers),
         )
         self.lane, self.start, self.end = (_numbers(frames[c]) for c in ("lane", "start_ns", "end_ns"))
         self.parent = call_stacks.nearest_encloser(self.lane, self.start, self.end)
@@ -179,67 +215,32 @@ class _Frames:
         """The innermost one open at each time, -1 if none; `strictly` if it must have begun before."""
         return call_stacks.innermost_at(self.lane, self.start, self.end, lane, at, strictly)
 
-    def inherited(self, column: str, inner: Int64s) -> pl.Series:
-        """What the outermost frame that has it says to those inside."""
-        values = self.table[column]
-        says = call_stacks.outermost(self.parent, values.is_not_null().to_numpy(writable=True))
-        return _gather(values, _through(says, inner))
-
-    def around(self, inner: Int64s) -> dict[str, pl.Series]:
-        """What is known of work inside these innermost frames from all around it."""
-        return {
-            "parent": _gather(self.table["name"], _through(self.top, inner)),
-            "phase": self.inherited("phase", inner).fill_null("other"),
-            "micro_batch": self.inherited("micro_batch", inner),
-            "layer": self.inherited("layer", inner),
-        }
-
-    def sites(self, inner: Int64s) -> pl.Series:
-        """A hash of the names down to the outermost operator, or down to the innermost annotation outside all."""
-        paths = call_stacks.path_hash(self.parent, self.table["hash"].to_numpy(writable=True))
+    def around(self, inner: Int64s, is_call: NDArray[np.bool_]) -> list[pl.Series]:
+        """What is known of work inside these innermost frames from all around it; of calls also who made them."""
         top = _through(self.top, inner)
-        return _gather(pl.Series(paths), np.where(top >= 0, top, inner)).fill_null(0)
+        own = rows_at(self.table.select(frame="event_id", around="name"), np.where(is_call, inner, -1))
+        tops = rows_at(self.table.select(parent="name", top_frame="event_id"), top)
+        return [
+            *own.get_columns(),
+            tops["parent"],
+            tops.select(pl.when(pl.Series(is_call)).then("top_frame").alias("top_frame")).to_series(),
+            *rows_at(self.table.select("args"), np.where(is_call, inner, top)).get_columns(),
+            self._inherited("phase", inner).fill_null("other"),
+            self._inherited("micro_batch", inner),
+            self._inherited("layer", inner),
+            self._paths(np.where(top >= 0, top, inner)),
+        ]
+
+    def _inherited(self, column: str, inner: Int64s) -> pl.Series:
+        """What the outermost frame that has it says to those inside."""
+        says = call_stacks.outermost(self.parent, self.table[column].is_not_null().to_numpy(writable=True))
+        return rows_at(self.table.select(column), _through(says, inner)).to_series()
+
+    def _paths(self, frames: Int64s) -> pl.Series:
+        """A hash of the names down to each frame; 0 for none."""
+        paths = call_stacks.path_hash(self.parent, self.table["hash"].to_numpy(writable=True))
+        return rows_at(pl.DataFrame({"path": paths}), frames).to_series().fill_null(0)
 
 
-def _stretches(start: Int64s, end: Int64s, frames: _Frames, inner: Int64s) -> pl.DataFrame:
-    """What lies between two cuts and outside every call."""
-    top = _through(frames.top, inner)
-    return pl.DataFrame(
-        {"start_ns": start, "end_ns": end, "args": _gather(frames.table["args"], top)} | frames.around(inner)
-    ).with_columns(name="parent", kind=pl.when(pl.col("parent").is_null()).then(pl.lit("gap")).otherwise(pl.lit("cpu")))
-
-
-_KINDS = {
-    "launch": "launch",
-    "alloc": "alloc",
-    "free": "alloc",
-    "record": "launch",
-    "wait_event": "launch",
-    "elapsed": "cpu",
-    HOST_COLLECTIVE: "comm",
-}
-"""Kind of op of what a call does; the others are a `wait`."""
-
-
-def _calls(calls: pl.DataFrame, frames: _Frames, inner: Int64s) -> pl.DataFrame:
-    outside = {
-        "frame": _gather(frames.table["event_id"], inner),
-        "top_frame": _gather(frames.table["event_id"], _through(frames.top, inner)),
-        "around": _gather(frames.table["name"], inner),
-        "args": _gather(frames.table["args"], inner),
-        "path": frames.sites(inner),
-    }
-    table = calls.select(
-        "start_ns",
-        "end_ns",
-        "call",
-        "correlation",
-        "event_id",
-        "own_args",
-        label=pl.when(pl.col("labelled").is_not_null()).then("name"),
-        name="plain",
-        call_name="plain",
-        launch_ns="start_ns",
-        kind=pl.col("call").replace_strict(_KINDS, default="wait"),
-    ).with_columns(**outside, **frames.around(inner))
-    return table.with_columns(site=pl.struct("path", "name").hash(2)).drop("path")
+def _layer(frames: pl.DataFrame, layers: pl.DataFrame) -> pl.Series:
+    return frames.join(layers, on=["rank", "event_id"], how="left", maintain_order="left")["layer"]

@@ -13,11 +13,14 @@ step that a graph is made of never serves as its own evidence.
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from lumos_nb.calls import BLOCKING_COPIES, COLLECTIVE_WAITS, arguments
 from lumos_nb.repetitions import SITE_KEY, WAKE_HOST_NS, contradicted, first_after, followed, hidden_waits
 from lumos_nb.schema import DEVICE_KINDS
+from lumos_nb.threads import rows_at
 
 WAITS = {
     "op_id": pl.Int64(),  # the call, or the gap that hides a wait
@@ -50,10 +53,15 @@ def identify(ops: pl.DataFrame) -> pl.DataFrame:
     """
     stretch = pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null()
     site = pl.when(stretch).then(pl.struct("name", "phase", "kind").hash(3)).otherwise("site")
-    same = ("rank", "step", "site", "kind")
-    return ops.with_columns(site=site).with_columns(
-        nth=pl.coalesce("launch_ns", "start_ns").rank("ordinal").over(*same).cast(pl.Int32),
-        of=pl.len().over(*same).cast(pl.Int32),
+    same = pl.struct("rank", "step", "site", "kind").hash(6)
+    return (
+        ops.with_columns(site=site)
+        .with_columns(same=same)
+        .with_columns(
+            nth=pl.coalesce("launch_ns", "start_ns").rank("ordinal").over("same").cast(pl.Int32),
+            of=pl.len().over("same").cast(pl.Int32),
+        )
+        .drop("same")
     )
 
 
@@ -104,28 +112,41 @@ def _calls_with_neighbours(ops: pl.DataFrame, device: pl.DataFrame) -> pl.DataFr
         "rank", "correlation", target="op_id", to="lane", to_comm=pl.col("kind") == "comm", to_name="name"
     )
     launched = launched.filter(pl.col("correlation").is_not_null()).unique(["rank", "correlation"], keep="first")
-    calls = ops.filter(pl.col("call").is_not_null()).join(launched, on=["rank", "correlation"], how="left")
-    thread = ["rank", "thread"]
-    plain = pl.when(~pl.col("to_comm")).then("to")
-    launches, records = pl.col("to").is_not_null(), pl.col("call") == "record"
-    return (
-        calls.sort(*thread, "start_ns", "op_id")
-        .with_columns(
-            plain_before=plain.forward_fill().over(thread),
-            plain_after=plain.backward_fill().over(thread),
-            before=pl.col("to").forward_fill().over(thread),
-            after=pl.col("to").backward_fill().over(thread),
-            comm_before=pl.col("to_comm").forward_fill().over(thread),
-            comm_after=pl.col("to_comm").backward_fill().over(thread),
-            frame_before=pl.when(launches).then(pl.col("frame").fill_null(-1)).forward_fill().over(thread),
-        )
-        .with_columns(
-            recorded_on=pl.when(records).then("plain_before").forward_fill().over(thread),
-            recorded_ns=pl.when(records).then("start_ns").forward_fill().over(thread),
-            recorded_in=pl.when(records).then(pl.col("top_frame").fill_null(-1)).forward_fill().over(thread),
-        )
-        .with_columns(site_key=SITE_KEY)
+    calls = ops.filter(pl.col("call").is_not_null()).join(
+        launched, on=["rank", "correlation"], how="left", maintain_order="left"
     )
+    calls = calls.with_columns(site_key=SITE_KEY)
+    near = _Neighbours(calls.select(pl.struct("rank", "lane").rle_id()).to_series().to_numpy())
+    launches, records = calls["to"].is_not_null(), calls["call"] == "record"
+    plain = launches & ~calls["to_comm"].fill_null(value=True)
+    last = calls.select(before="to", comm_before="to_comm", frame_before=pl.col("frame").fill_null(-1))
+    calls = calls.hstack(rows_at(last, near.before(launches)))
+    calls = calls.hstack(rows_at(calls.select(after="to", comm_after="to_comm"), near.after(launches)))
+    calls = calls.hstack(rows_at(calls.select(plain_before="to"), near.before(plain)))
+    calls = calls.hstack(rows_at(calls.select(plain_after="to"), near.after(plain)))
+    record = calls.select(
+        recorded_on="plain_before", recorded_ns="start_ns", recorded_in=pl.col("top_frame").fill_null(-1)
+    )
+    return calls.hstack(rows_at(record, near.before(records)))
+
+
+class _Neighbours:
+    """Rows near each row on its thread; the rows of a thread stand together, in time order."""
+
+    def __init__(self, threads: NDArray[np.uint32]) -> None:
+        self.row = np.arange(threads.size)
+        self.first = np.searchsorted(threads, threads, side="left")
+        self.last = np.searchsorted(threads, threads, side="right") - 1
+
+    def before(self, which: pl.Series) -> NDArray[np.int64]:
+        """The last row up to each one for which `which` holds, -1 if none."""
+        at = np.maximum.accumulate(np.where(which.to_numpy(), self.row, -1))
+        return np.where(at >= self.first, at, -1)
+
+    def after(self, which: pl.Series) -> NDArray[np.int64]:
+        """The first row from each one on for which `which` holds, -1 if none."""
+        at = np.minimum.accumulate(np.where(which.to_numpy(), self.row, self.row.size)[::-1])[::-1]
+        return np.where(at <= self.last, at, -1)
 
 
 def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
@@ -230,7 +251,8 @@ def _event_waits(
     named = records.filter(pl.col("wait_on_stream") >= 0).select("rank", "correlation")
     # A wait after a collective's kernel, still inside the call that launched it, orders NCCL's internal streams only.
     internal = pl.col("comm_before") & (pl.col("frame_before") == pl.col("frame"))
-    unnamed = calls.join(named, on=["rank", "correlation"], how="anti").with_columns(
+    about = calls.filter((pl.col("call") == "wait_event") | pl.col("to_comm"))
+    unnamed = about.join(named, on=["rank", "correlation"], how="anti", maintain_order="left").with_columns(
         internal=internal.fill_null(value=False)
     )
     candidates = pl.concat(

@@ -63,15 +63,15 @@ def steady_us(graph: Graph) -> float:
 def test_the_queues_size_is_the_plateau_of_outstanding_work(size: int):
     ops = recording_of(driven(size=size, steps=12)).ops
     assert outstanding(ops)["outstanding"].max() == size
-    assert queue_size(ops, cuda=True) == {0: size}
-    assert queue_size(ops, cuda=False) == {0: size}
+    assert queue_size(outstanding(ops), cuda=True) == {0: size}
+    assert queue_size(outstanding(ops), cuda=False) == {0: size}
 
 
 def test_where_the_queue_never_fills_cuda_has_1024_and_others_are_unknown():
     ops = recording_of(driven(kernel=1)).ops
     assert outstanding(ops)["outstanding"].max() < 10
-    assert queue_size(ops, cuda=True) == {0: 1024}
-    assert queue_size(ops, cuda=False) == {}
+    assert queue_size(outstanding(ops), cuda=True) == {0: 1024}
+    assert queue_size(outstanding(ops), cuda=False) == {}
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_a_climb_that_never_levels_off_is_no_plateau():
     # 900 launches and the device falls behind all along: the most outstanding are seen once.
     ops = recording_of(driven(size=10_000)).ops
     assert outstanding(ops)["outstanding"].max() > 600
-    assert queue_size(ops, cuda=False) == {}
+    assert queue_size(outstanding(ops), cuda=False) == {}
 
 
 def test_each_rank_has_a_queue_of_its_own():
     one, other = driven(size=150), driven(size=200)
     other.rank = 1
     other.rows = [row | {"rank": 1} for row in other.rows]
-    assert queue_size(recording_of(one, other).ops, cuda=True) == {0: 150, 1: 200}
+    assert queue_size(outstanding(recording_of(one, other).ops), cuda=True) == {0: 150, 1: 200}
 
 
 # --- what it does to a step -------------------------------------------------------------------------------------------
