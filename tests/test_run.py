@@ -262,7 +262,7 @@ def test_a_damaged_rank_of_several_is_named_and_missing(folder: Path, cache_fold
 
 def test_where_no_file_can_be_read_each_is_named(folder: Path) -> None:
     (folder / "rank0.json").write_bytes(b"")
-    (folder / "rank1.json").write_bytes(b"[1, 2")
+    (folder / "rank1.json").write_bytes(b"no trace")
     (folder / "rank2.json.tmp").write_bytes(b"{")
     (folder / "report.nsys-rep").write_bytes(b"Q")
     with pytest.raises(RunError) as caught:
@@ -496,6 +496,12 @@ def test_one_file_of_several_ranks(folder: Path) -> None:
     assert loaded.ranks.select(columns).rows() == [(0, "order", 2, 1, 1, [0]), (1, "order", 1, 1, 0, [1])]
     assert reported(loaded, "dropped user_annotation").select("rank", "count").rows() == [(None, 1)]
     assert loaded.metadata[1]["ranks"] == [0, 1]
+
+
+def test_a_file_of_several_ranks_comes_from_the_cache_as_it_was(folder: Path, reads: list[str]) -> None:
+    path = node(folder / "report.sqlite", 0, 1)
+    assert_same(load_run(path), load_run(path))
+    assert reads == ["report.sqlite"]
 
 
 def test_ranks_that_a_file_only_counts_go_on_from_file_to_file(folder: Path) -> None:
