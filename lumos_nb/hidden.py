@@ -86,7 +86,9 @@ def _in_gaps(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """
     if ops["device"].is_not_null().any():
         return ops, pl.DataFrame(schema={"op_id": pl.Int64, "key": pl.String})
-    gaps = ops.filter((pl.col("kind") == "gap") & pl.col("call").is_null()).select(
+    # The last gap of a step ends where the step does, on all ranks that mark it together.
+    inner = pl.col("step") == pl.col("step").shift(-1).over("rank", "lane")
+    gaps = ops.filter((pl.col("kind") == "gap") & pl.col("call").is_null() & inner).select(
         "op_id", "rank", "step", "name", "phase", "start_ns", "dur_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns")
     )
     gaps = gaps.with_columns(

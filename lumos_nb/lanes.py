@@ -247,7 +247,7 @@ def usual_transfers(ops: pl.DataFrame) -> pl.DataFrame:
 
 def join_rows(streams: pl.DataFrame) -> pl.DataFrame:
     """One zero-length row a matched collective: the point at which all its ranks have arrived."""
-    comm = streams.filter((pl.col("kind") == "comm") & pl.col("match").is_not_null() & ~is_send())
+    comm = streams.filter((pl.col("kind") == "comm") & pl.col("match").is_not_null())
     shared = comm.group_by("match", maintain_order=True).agg(
         pl.col("rank").min(),
         pl.col("step").first(),

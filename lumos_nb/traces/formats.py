@@ -18,6 +18,7 @@ READERS = {
     NSYS: ("lumos_nb.traces.nsys", "read_nsys"),
     ROCPROFILER: ("lumos_nb.traces.rocprofiler", "read_rocprofiler"),
     TIMELINE: ("lumos_nb.traces.timeline", "read_timeline"),
+    SCHEDULE: ("lumos_nb.traces.schedule", "read_schedule"),
 }
 """Format -> module and function that reads it; a function takes a path and returns a `Trace`."""
 
@@ -26,6 +27,7 @@ _CHAKRA = "the Chakra reader (lumos_nb.exchange.chakra) takes it"
 MAGIC = (
     (rb"SQLite format 3\0", NSYS),
     (rb"PAR1", TIMELINE),
+    (rb"\{\s*\"\d+\"\s*:\s*\{.{0,200}\"fwd_start\"", SCHEDULE),
     (rb"(?:\xef\xbb\xbf)?\s*\[\s*\{.{0,200}\"(?:forward|backward)-(?:compute|send|recv)\"", TIMELINE),
     (rb"(?:\xef\xbb\xbf)?\s*\[", KINETO),
 )
@@ -94,15 +96,15 @@ def format_of(path: Path) -> str:
         if path.name.endswith(suffixes):
             raise UnsupportedFormat(f"{path} is {what}: {advice}.")
     blocks = Blocks(path)
-    head = next(iter(blocks), b"")[:_HEAD_BYTES]
+    head = blocks.head(_HEAD_BYTES)
     if not head.strip():
         why = f"cannot be unpacked: {blocks.damage}" if blocks.damage else f"is empty ({path.stat().st_size:,} bytes)"
         raise TraceError(f"{path} {why}. Record it again, or leave it out.")
-    if _OBJECT.match(head):
-        return _format_of_object(path, set(top_level_keys(head)))
     for magic, name in MAGIC:
         if re.match(magic, head, re.DOTALL):
-            return _readable(path, name)
+            return name
+    if _OBJECT.match(head):
+        return _format_of_object(path, set(top_level_keys(head)))
     for magic, what, advice in REFUSED_MAGIC:
         if re.match(magic, head, re.DOTALL):
             raise UnsupportedFormat(f"{path} is {what}: {advice}.")
@@ -115,10 +117,4 @@ def _format_of_object(path: Path, keys: set[str]) -> str:
     for needed, what, advice in REFUSED_KEYS:
         if needed.issubset(keys):
             raise UnsupportedFormat(f"{path} is {what}: {advice}.")
-    return _readable(path, next((name for needed, name in KEYS if needed.issubset(keys)), KINETO))
-
-
-def _readable(path: Path, name: str) -> str:
-    if name not in READERS:
-        raise UnsupportedFormat(f"{path} is of the format {name}, which no reader of this version takes.")
-    return name
+    return next((name for needed, name in KEYS if needed.issubset(keys)), KINETO)

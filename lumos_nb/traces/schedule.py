@@ -1,0 +1,134 @@
+"""Schedule files of Primus: when each micro-batch's forward and backward pass ran on one rank of a pipeline."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from lumos_nb.errors import TraceError
+from lumos_nb.schema import EVENTS
+from lumos_nb.traces.json_stream import Blocks
+from lumos_nb.traces.trace import NOTES, Trace
+
+PASSES = {"forward": ("fwd_start", "fwd_end"), "backward": ("bwd_start", "bwd_end")}
+"""Pass -> the keys of its begins and ends, one a micro-batch, in ms since the step began."""
+
+NAME = re.compile(r"(.*pp_rank_)(\d+)(\.json(?:\.gz)?)")
+THREAD = 0
+MICRO_BATCHES = 2**20
+"""More than a step has: the numbers of the messages of two steps keep apart."""
+
+Iteration = dict[str, Any]
+
+
+def read_schedule(path: str | Path) -> Trace:
+    """Read one rank's schedule file (`pp_rank_<n>.json`), with the files of the other ranks beside it as its clock.
+
+    Each iteration is a step. The file holds computation alone: what stage s sends to the next (forward) or the one
+    before (backward) is implied, and noted as such. A send takes no time of its sender; a receive lasts from the op
+    before it until its computation begins, so that waiting for the other stage is not taken for work. All ranks begin a
+    step together; it lasts as long as the slowest says (`total`).
+
+    Raises
+    ------
+    TraceError
+        The file is damaged, or no iteration in it is whole; the message names what it lacks.
+    """
+    path = Path(path)
+    steps = _iterations(path)
+    rank, others = _rank_and_others(path)
+    lengths = {step: it["total"] for step, it in steps.items()}
+    for other in others:
+        for step, it in _iterations(other).items():
+            lengths[step] = max(lengths.get(step, 0.0), it["total"])
+    last_stage = max([rank, *(_rank_and_others(o)[0] for o in others)])
+    rows, begin_ms = [], 0.0
+    for step, length_ms in sorted(lengths.items()):
+        if step in steps:
+            rows += _step_rows(steps[step], step, begin_ms, rank, last_stage, length_ms)
+        begin_ms += length_ms
+    events = pl.DataFrame(rows, schema=["name", "category", "start_ns", "dur_ns", "args"], orient="row")
+    events = events.with_row_index("event_id").with_columns(rank=pl.lit(rank), thread=pl.lit(THREAD))
+    events = events.with_columns(pl.lit(None).alias(c) for c in EVENTS.columns if c not in events.columns)
+    passes = sum(len(it[key]) for it in steps.values() for key, _ in PASSES.values())
+    implied = events.filter(pl.col("category") == "collective").height
+    notes = [
+        ("implied", implied, "sends and receives between stages, which the file leaves to the pipeline's order"),
+        ("clock", len(others), "other ranks' files beside this one, which say how long each step lasted"),
+    ]
+    return Trace(
+        EVENTS.check(events.select(pl.col(c).cast(dtype) for c, dtype in EVENTS.columns.items())),
+        {"ranks": [rank], "event_count": passes, "layout": {"pipeline_parallel": last_stage + 1}},
+        pl.DataFrame(notes, schema=NOTES, orient="row"),
+    )
+
+
+def _rank_and_others(path: Path) -> tuple[int, list[Path]]:
+    """The rank in the file's name, 0 if there is none, and the files of the other ranks beside it."""
+    found = NAME.fullmatch(path.name)
+    if not found:
+        return 0, []
+    beside = [p for p in sorted(path.parent.iterdir()) if (m := NAME.fullmatch(p.name)) and m[1] == found[1]]
+    return int(found[2]), [p for p in beside if p != path]
+
+
+def _iterations(path: Path) -> dict[int, Iteration]:
+    """Step -> its times, each checked: as many ends as begins, none before its begin."""
+    blocks = Blocks(path)
+    try:
+        content = json.loads(b"".join(blocks).decode("utf-8-sig"))
+        steps = {int(step): it for step, it in content.items()}
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise TraceError(f"{path} is no schedule file: {blocks.damage or error}. Record it again.") from error
+    for step, it in steps.items():
+        for begin, end in PASSES.values():
+            try:
+                sound = len(it[begin]) == len(it[end]) and all(
+                    0 <= b <= e <= it["total"] < 1e12 for b, e in zip(it[begin], it[end], strict=True)
+                )
+            except (KeyError, TypeError) as error:
+                raise TraceError(
+                    f"{path}, iteration {step}: {begin}, {end} or total is missing or no number."
+                ) from error
+            if not sound:
+                raise TraceError(f"{path}, iteration {step}: {begin} and {end} are no intervals within its total.")
+    if not any(it[begin] for it in steps.values() for begin, _ in PASSES.values()):
+        raise TraceError(f"{path} is a schedule file without a pass: nothing can be read from it.")
+    return steps
+
+
+def _step_rows(
+    it: Iteration, step: int, begin_ms: float, stage: int, last_stage: int, length_ms: float
+) -> list[tuple[str, str, int, int, str]]:
+    def ns(ms: float) -> int:
+        return round((begin_ms + ms) * 1e6)
+
+    def message(direction: str, source: int, sink: int, micro_batch: int, way: str) -> str:
+        words = {"Collective name": way, "Process Group Name": direction, "Group size": 2}
+        words |= {"Seq": step * MICRO_BATCHES + micro_batch, "Src Rank": source, "Dst Rank": sink}
+        # No bytes: a send that completes without its receiver.
+        return json.dumps(words | {"In msg nelems": 0, "dtype": "Byte"})
+
+    passes = sorted(
+        (begin, end, direction, micro_batch)
+        for direction, keys in PASSES.items()
+        for micro_batch, (begin, end) in enumerate(zip(*(it[key] for key in keys), strict=True))
+    )
+    rows = [(f"ProfilerStep#{step}", "user_annotation", ns(0), ns(length_ms) - ns(0), "{}")]
+    before = 0.0
+    for begin, end, direction, micro_batch in passes:
+        ahead = 1 if direction == "forward" else -1
+        if 0 <= stage - ahead <= last_stage:
+            words = message(direction, stage - ahead, stage, micro_batch, "recv")
+            start = min(before, begin)
+            rows.append((f"{direction}-recv", "collective", ns(start), ns(begin) - ns(start), words))
+        rows.append((direction, "cpu_op", ns(begin), ns(end) - ns(begin), json.dumps({"micro_batch": micro_batch})))
+        if 0 <= stage + ahead <= last_stage:
+            words = message(direction, stage, stage + ahead, micro_batch, "send")
+            rows.append((f"{direction}-send", "collective", ns(end), 0, words))
+        before = max(before, end)
+    return rows
