@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import polars as pl
 import pytest
 
 from lumos_nb.critical_path import replay
-from lumos_nb.errors import GraphError, TraceError
+from lumos_nb.errors import GraphError, TraceError, UnsupportedFormat
 from lumos_nb.graph import build_graph
 from lumos_nb.traces.formats import read_trace
+from lumos_nb.traces.nsys import read_nsys
 from lumos_nb.traces.rocprofiler import read_rocprofiler
 from lumos_nb.traces.run import load_run
 from lumos_nb.traces.trace import Trace
@@ -160,6 +162,14 @@ def test_a_damaged_file_is_an_error_that_says_where(tmp_path: Path, damage: Any,
     with pytest.raises(TraceError, match=says) as caught:
         read_trace(path)
     assert "5_results.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [read_rocprofiler, read_nsys])
+def test_a_file_of_another_format_is_refused(tmp_path: Path, read: Callable[[Path], Trace]) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text('{"traceEvents": []}')
+    with pytest.raises(UnsupportedFormat, match="is of the format kineto; read_trace takes it"):
+        read(path)
 
 
 def test_a_real_file_is_read_as_the_standard_library_reads_it(traces: Path) -> None:

@@ -19,7 +19,7 @@ import polars as pl
 from lumos_nb.errors import TraceError, UnsupportedFormat
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.exact import LATEST_NS
-from lumos_nb.traces.formats import format_of
+from lumos_nb.traces.formats import NSYS, format_of
 from lumos_nb.traces.json_stream import Blocks
 from lumos_nb.traces.trace import NOTES, Trace
 
@@ -84,7 +84,8 @@ def read_nsys(path: str | Path) -> Trace:
     >>> read_nsys("report1.sqlite").events.group_by("rank", "category").len()  # doctest: +SKIP
     """
     path = Path(path)
-    format_of(path)
+    if (name := format_of(path)) != NSYS:
+        raise UnsupportedFormat(f"{path} is of the format {name}; read_trace takes it.")
     try:
         with _opened(path) as connection:
             return _Export(connection, path).trace()

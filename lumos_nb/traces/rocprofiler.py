@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from lumos_nb.errors import TraceError
+from lumos_nb.errors import TraceError, UnsupportedFormat
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.exact import LATEST_NS, strings
-from lumos_nb.traces.formats import format_of
+from lumos_nb.traces.formats import ROCPROFILER, format_of
 from lumos_nb.traces.json_stream import UNDECODABLE, Blocks
 from lumos_nb.traces.trace import NOTES, Trace
 
@@ -119,7 +119,8 @@ def read_rocprofiler(path: str | Path) -> Trace:
     >>> read_rocprofiler("908_results.json").events.group_by("category").len()  # doctest: +SKIP
     """
     path = Path(path)
-    format_of(path)
+    if (name := format_of(path)) != ROCPROFILER:
+        raise UnsupportedFormat(f"{path} is of the format {name}; read_trace takes it.")
     blocks = Blocks(path)
     text = b"".join(blocks)
     try:
