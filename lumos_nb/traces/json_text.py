@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 
 _STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
 _TOKEN = re.compile(_STRING + rb'|[{}\[\]]|"', re.DOTALL)
 _COLON = re.compile(rb"\s*:")
 _ARRAY = re.compile(rb"\s*:\s*\[")
 _NOT_JSON = re.compile(_STRING + rb"|-?\b(?:NaN|Infinity|nan|inf)\b", re.DOTALL)
-_MAX_ENDINGS = 1000
-_OPEN = ord("{")
-_CLOSE = ord("}")
+_BARE = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
+_MAX_ENDINGS, _MAX_TRIED_BYTES = 1000, 1 << 26
+
+
+def is_bare(text: bytes) -> bool:
+    """Whether `text` begins a list."""
+    return _BARE.match(text) is not None
 
 
 def find_events(text: bytes) -> int:
-    """Offset just after the `[` of the top-level key `traceEvents`; 0 if `text` does not reach it."""
+    """Offset just after the `[` of the top-level key `traceEvents` or of a bare list; 0 if `text` does not reach it."""
+    if bare := _BARE.match(text):
+        return bare.end()
     depth = 0
     for token in _TOKEN.finditer(text):
         match token.group():
@@ -55,34 +61,6 @@ def top_level_keys(text: bytes) -> list[str]:
     return keys
 
 
-def object_spans(text: bytes) -> tuple[list[tuple[int, int]], int | None]:
-    """Spans of the complete objects of an array's text, and the offset of the array's closing bracket if it is there.
-
-    `text` starts inside the array, between two of its objects. Brackets in strings do not count: quotes that an odd
-    number of backslashes precede are part of a string, the others alternate between opening and closing one.
-    """
-    codes = np.frombuffer(text, np.uint8)
-    quotes = np.flatnonzero(codes == ord('"'))
-    if b"\\" in text:
-        slashes = np.flatnonzero(codes == ord("\\"))
-        starts = np.flatnonzero(np.diff(slashes, prepend=-2) != 1)
-        within = np.arange(len(slashes)) - np.repeat(starts, np.diff(starts, append=len(slashes)))
-        escaped = np.zeros(len(codes) + 1, np.bool_)
-        escaped[slashes[within % 2 == 0] + 1] = True
-        quotes = quotes[~escaped[quotes]]
-    folded = codes | 0x20  # [ and { differ by this bit alone, and so do ] and }
-    brackets = np.flatnonzero((folded == _OPEN) | (folded == _CLOSE))
-    brackets = brackets[np.searchsorted(quotes, brackets) % 2 == 0]
-    depth = np.cumsum(np.where(folded[brackets] == _OPEN, 1, -1))
-    end = None
-    if len(closed := np.flatnonzero(depth < 0)):
-        end = int(brackets[closed[0]])
-        brackets, depth = brackets[: closed[0]], depth[: closed[0]]
-    opens = brackets[(depth == 1) & (codes[brackets] == _OPEN)]
-    stops = brackets[(depth == 0) & (codes[brackets] == _CLOSE)] + 1
-    return list(zip(opens.tolist(), stops.tolist(), strict=False)), end  # the last may be open
-
-
 def mend(text: bytes) -> bytes:
     """Make JSON of what some writers take for it.
 
@@ -104,11 +82,14 @@ def mend(text: bytes) -> bytes:
 
 
 def surrounding(head: bytes, tail: bytes) -> tuple[dict[str, Any], bool]:
-    """The top-level keys around the events, decoded, and whether these are all.
+    """The top-level keys around the events, decoded, and whether these are all; none around a bare list.
 
     Of a tail that the file does not finish, the keys up to the last complete one count.
     """
-    for tries, end in enumerate(_endings(tail)):
+    if is_bare(head):
+        return {}, True
+    most = max(1, _MAX_TRIED_BYTES // len(head + tail))
+    for tries, end in enumerate(itertools.islice(_endings(tail), most)):
         try:
             decoded = json.loads((head + end).decode("utf-8-sig", errors="replace"), strict=False)
         except (ValueError, RecursionError):

@@ -1,18 +1,21 @@
-"""PyTorch profiler (Kineto) traces, of every generation since 2021, to the one event table."""
+"""PyTorch profiler (Kineto) traces, of every generation since 2021, and lists of Chrome's events: one event table."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from lumos_nb.errors import TraceError, UnsupportedFormat
-from lumos_nb.traces.exact import integer
-from lumos_nb.traces.formats import format_of
-from lumos_nb.traces.json_stream import Blocks, EventStream
-from lumos_nb.traces.json_text import surrounding, top_level_keys
-from lumos_nb.traces.kineto_events import Event, EventTable, decode_compact
+from lumos_nb.traces.exact import LATEST_NS, integer
+from lumos_nb.traces.formats import KINETO, format_of
+from lumos_nb.traces.json_stream import Blocks
+from lumos_nb.traces.json_text import is_bare, surrounding, top_level_keys
+from lumos_nb.traces.kineto_events import EventTable
+from lumos_nb.traces.odd_events import OddEvents
+from lumos_nb.traces.scan import Scanner
 from lumos_nb.traces.trace import NOTES, Trace
 
 
@@ -25,7 +28,8 @@ def read_kineto(path: str | Path) -> Trace:
     Parameters
     ----------
     path
-        A file that `torch.profiler` wrote, of any generation since 2021.
+        A file that `torch.profiler` wrote, of any generation since 2021, or another list of Chrome's trace events,
+        also one of beginnings and ends (B and E), which become whole events.
 
     Returns
     -------
@@ -35,36 +39,59 @@ def read_kineto(path: str | Path) -> Trace:
     Raises
     ------
     TraceError
-        The file is empty, is no JSON, or has no `traceEvents`; `UnsupportedFormat` if another reader takes it.
+        The file is empty, is no JSON, has no `traceEvents`, or unpacks to more than a GiB and 100 times its size
+        (the environment variable `LUMOS_NB_MAX_BYTES` is the limit instead); `UnsupportedFormat` if another reader
+        takes it.
 
     Examples
     --------
     >>> read_kineto("rank-0.pt.trace.json.gz").events.group_by("category").len()  # doctest: +SKIP
     """
     path = Path(path)
-    format_of(path)
-    blocks = Blocks(path)
-    table = EventTable()
-    stream = EventStream(iter(blocks), decode_compact, table.rescue)
-    for batch in stream:
+    if (name := format_of(path)) != KINETO:
+        raise UnsupportedFormat(f"{path} is of the format {name}; read_trace takes it.")
+    blocks, odd = Blocks(path), OddEvents()
+    scanner = Scanner(iter(blocks), odd.read)
+    table = EventTable(scanner.strings)
+    for batch in scanner:
         table.add(batch)
-    metadata, complete = surrounding(stream.head, stream.tail)
-    if not stream.found:
-        raise _no_events(path, stream, blocks, complete)
-    table.note_damage(stream, blocks, complete)
+    metadata, complete = surrounding(scanner.head, scanner.tail)
+    if not scanner.found:
+        raise _no_events(path, scanner, blocks, complete)
+    if is_bare(scanner.head) and table.without_phase == scanner.events:
+        raise UnsupportedFormat(
+            f"{path} is a list of {scanner.events:,} objects, none of which is an event (has a ph)."
+        )
+    notes = [*_damage(scanner, blocks, complete)]
     if again := metadata.pop("traceEvents", None):
-        table.notes.append(("not read", len(again), "a second traceEvents after the first"))
-    events = table.frame(base_ns=table.base_ns(metadata), rank=rank_of(metadata) or 0)
-    metadata |= table.names() | {"event_count": table.count}
-    return Trace(events, metadata, pl.DataFrame(table.notes, schema=NOTES, orient="row"))
+        notes.append(("not read", len(again), "a second traceEvents after the first"))
+    base_ns = integer(metadata.get("baseTimeNanoseconds", 0))
+    if base_ns is None or abs(base_ns) >= LATEST_NS:
+        notes.append(("times", 1, f"baseTimeNanoseconds is {metadata['baseTimeNanoseconds']!r}: taken as 0"))
+        base_ns = 0
+    events = table.frame(base_ns, rank_of(metadata) or 0, odd.counts)
+    metadata |= odd.names() | {"event_count": scanner.events}
+    return Trace(events, metadata, pl.DataFrame(notes + table.notes, schema=NOTES, orient="row"))
 
 
-def _no_events(path: Path, stream: EventStream[Event], blocks: Blocks, complete: bool) -> TraceError:
-    keys = ", ".join(top_level_keys(stream.head)[:8])
+def _no_events(path: Path, scanner: Scanner, blocks: Blocks, complete: bool) -> TraceError:
+    keys = ", ".join(top_level_keys(scanner.head)[:8])
     if complete:
         return UnsupportedFormat(f"{path} is JSON without a list of traceEvents (its keys: {keys}): no profiler trace.")
-    why = blocks.damage or f"its text stops being JSON within {len(stream.head):,} bytes"
+    why = blocks.damage or f"its text stops being JSON within {len(scanner.head):,} bytes"
     return TraceError(f"{path} ends before its traceEvents ({why}; keys so far: {keys}): no event can be read from it.")
+
+
+def _damage(scanner: Scanner, blocks: Blocks, complete: bool) -> Iterator[tuple[str, int, str]]:
+    """What the file lacks at its end, and what its text has that JSON has not."""
+    if not scanner.closed or blocks.damage or not complete:
+        why = blocks.damage or f"the text ends too early, {scanner.rest:,} bytes after a complete event"
+        lost = "" if complete else "; keys after the events are lost, perhaps the base of the times"
+        yield "truncated", 1, f"{why}; {scanner.events:,} events are complete{lost}"
+    if scanner.junk:
+        yield "not an event", scanner.junk, "text between events that is no JSON object"
+    if scanner.replaced:
+        yield "not UTF-8", scanner.replaced, "characters replaced by U+FFFD"
 
 
 def rank_of(metadata: dict[str, Any]) -> int | None:

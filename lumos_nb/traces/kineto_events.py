@@ -1,21 +1,20 @@
-"""Records of a Kineto file to rows of the event table: the vocabulary, what is kept, what is dropped and why."""
+"""Rows of a scanned file to the event table: the vocabulary, what is kept, what is dropped and why."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import compress
-from operator import not_
-from typing import Any
 
-import msgspec
+import numpy as np
 import polars as pl
 
 from lumos_nb.schema import EVENTS
-from lumos_nb.traces.exact import LATEST_NS, integer, integers, nanoseconds, strings
-from lumos_nb.traces.json_stream import UNDECODABLE, Blocks, EventStream
-from lumos_nb.traces.json_text import mend
+from lumos_nb.traces import _scan_kernels as kernels
+from lumos_nb.traces._scan_kernels import Bytes, Flags, Int64s, partners
+from lumos_nb.traces.exact import integer
+from lumos_nb.traces.scan import Batch, Strings
 
 CATEGORIES = {
     # 2021: capitalised, without a device prefix
@@ -48,253 +47,210 @@ DEVICE_CATEGORIES = (
 )
 """Categories whose rows lie on a device's stream: their pid is the device, their tid the stream."""
 
-PSEUDO_PROCESSES = frozenset(("", "Spans", "Traces"))
-"""Processes of the profiler's own rows: the recorded span, its start and its end."""
-
-KEPT_PHASES = frozenset(("X", "i", "I"))
-UNREADABLE = "unreadable"
 _FLOW = "an arrow between two events; correlation ids and sequence numbers say the same"
-_PAIR = "one half of a pair of events, which Kineto does not write"
 _OWN = "the profiler's own row: its span, its start or its end"
 _SPAN = "an asynchronous span, which Kineto does not write"
 DROPPED_PHASES = {
-    **dict.fromkeys(KEPT_PHASES, _OWN),  # rows of PSEUDO_PROCESSES
+    **dict.fromkeys(kernels.KEPT_PHASES, _OWN),  # rows of PSEUDO_PROCESSES
     "s": _FLOW,
     "t": _FLOW,
     "f": _FLOW,
     "M": "names of processes and threads, kept in the metadata, and their order in a viewer",
     "C": "a counter's sample",
-    "B": _PAIR,
-    "E": _PAIR,
     "b": _SPAN,
     "n": _SPAN,
     "e": _SPAN,
-    UNREADABLE: "not valid JSON, or a field of a type that no event has",
+    "unreadable": "not valid JSON, or a field of a type that no event has",
 }
-_NAMES = ("process_name", "process_labels", "thread_name")
-
 _NO_STREAM = 2**32 - 1  # how older files write the stream -1 of a synchronisation with the whole device
 
-
-class Event(msgspec.Struct, gc=False):
-    """One record of `traceEvents`; numbers stay text where floats would lose digits."""
-
-    ph: str = ""
-    cat: str | None = None
-    name: str | None = None
-    pid: int | str | float | None = None
-    tid: int | str | float | None = None
-    ts: msgspec.Raw = msgspec.Raw()
-    dur: msgspec.Raw = msgspec.Raw()
-    args: msgspec.Raw = msgspec.Raw()
-
-
-class Args(
-    msgspec.Struct,
-    gc=False,
-    rename={"external_id": "External id", "external_id_2021": "external id", "sequence": "Sequence number"},
-):
-    """The arguments that have columns of their own."""
-
-    device: int | str | float | None = None
-    stream: int | str | float | None = None
-    correlation: int | str | float | None = None
-    external_id: int | str | float | None = None
-    external_id_2021: int | str | float | None = None
-    sequence: int | str | float | None = None
-
-
-_decode_events = msgspec.json.Decoder(list[Event]).decode
-_decode_event = msgspec.json.Decoder(Event).decode
-_decode_args = msgspec.json.Decoder(list[Args]).decode
-_decode_one_args = msgspec.json.Decoder(Args).decode
-
-
-def decode_compact(text: bytes) -> list[Event]:
-    """Decode an array of events after removing the whitespace between tokens, so that arguments are one line each."""
-    return _decode_events(msgspec.json.format(text, indent=-1))
+_X, _BEGIN, _END = (kernels.KNOWN.index(phase) for phase in "XBE")
+_UNKNOWN, _INSTANT, _CPU_OP = range(3)  # codes of categories that the file does not write; others follow
+_WITHOUT = ("unknown", "cpu_instant_event", "cpu_op")
 
 
 @dataclass(slots=True)
 class EventTable:
-    """Batches of events on their way to one table."""
+    """Batches of rows on their way to one table."""
 
-    frames: list[pl.DataFrame] = field(default_factory=list)
+    strings: Strings
     notes: list[tuple[str, int, str]] = field(default_factory=list)
-    count: int = 0
+    _frames: list[pl.DataFrame] = field(default_factory=list)
+    _halves: list[pl.DataFrame] = field(default_factory=list)
     _dropped: Counter[tuple[str, str | None]] = field(default_factory=Counter)
-    _names: dict[tuple[Any, Any, Any], msgspec.Raw] = field(default_factory=dict)
     _threads: dict[str, int] = field(default_factory=dict)
-    _odd: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _categories: list[str | None] = field(default_factory=lambda: list(_WITHOUT))
+    _on_device: Flags = field(default_factory=lambda: np.zeros(len(_WITHOUT), np.bool_))
 
-    def add(self, batch: list[Event]) -> None:
+    @property
+    def without_phase(self) -> int:
+        """Objects so far that are no events of Chrome's, of whatever phase."""
+        return sum(count for (phase, _), count in self._dropped.items() if phase in ("", "unreadable"))
+
+    def add(self, batch: Batch) -> None:
         """Take the next events of the file."""
-        first, self.count = self.count, self.count + len(batch)
-        keep = [event.ph in KEPT_PHASES and event.pid not in PSEUDO_PROCESSES for event in batch]
-        ids = list(compress(range(first, self.count), keep))
-        if len(ids) < len(batch):
-            rest = list(compress(batch, map(not_, keep)))
-            self._dropped.update([(event.ph, event.cat) for event in rest])
-            self._keep_names(rest)
-            batch = list(compress(batch, keep))
-        if batch:
-            self.frames.append(self._columns(batch, ids))
+        texts = self.strings.decoded()
+        for code, count in zip(*(a.tolist() for a in np.unique_counts(batch.dropped)), strict=True):
+            category = code & 0xFFFFFFFF
+            self._dropped[texts[code >> 32], texts[category - 1] if category else None] += count
+        if batch.ints.shape[1]:
+            frame = self._columns(batch, texts)
+            self._frames.append(frame.filter(pl.col("ph") < _BEGIN).drop("process", "tid"))
+            self._halves.append(frame.filter(pl.col("ph") >= _BEGIN))
 
-    def rescue(self, text: bytes, offset: int) -> Event:
-        """Decode one event that is not quite JSON, or stand in for one that cannot be read."""
-        try:
-            return _decode_event(msgspec.json.format(text, indent=-1))
-        except UNDECODABLE as error:
-            reason = f"{error}: {text[:80]!r}"
-        try:
-            event = _decode_event(msgspec.json.format(mend(text), indent=-1))
-        except UNDECODABLE:
-            self._count("unreadable", f"the event at byte {offset:,}: {reason}")
-            return Event(ph=UNREADABLE)
-        self._count("mended", f"the event at byte {offset:,}: {reason}")
-        return event
-
-    def _count(self, what: str, reason: str, count: int = 1) -> None:
-        """Count something odd; the first reason stands for all."""
-        before, first = self._odd.get(what, (0, reason))
-        self._odd[what] = (before + count, first)
-
-    def note_damage(self, stream: EventStream[Event], blocks: Blocks, complete: bool) -> None:
-        """Say what the file lacks at its end, and what its text has that JSON has not."""
-        if not stream.closed or blocks.damage or not complete:
-            why = blocks.damage or f"the text ends too early, {stream.rest:,} bytes after a complete event"
-            lost = "" if complete else "; keys after the events are lost, perhaps the base of the times"
-            self.notes.append(("truncated", 1, f"{why}; {self.count:,} events are complete{lost}"))
-        if stream.junk:
-            self.notes.append(("not an event", stream.junk, "text between events that is no JSON object"))
-        if stream.replaced:
-            self.notes.append(("not UTF-8", stream.replaced, "characters replaced by U+FFFD"))
-
-    def base_ns(self, metadata: dict[str, Any]) -> int:
-        """What the file's times count from, in ns since 1970."""
-        base = integer(metadata.get("baseTimeNanoseconds", 0))
-        if base is not None and abs(base) < LATEST_NS:
-            return base
-        self.notes.append(("times", 1, f"baseTimeNanoseconds is {metadata['baseTimeNanoseconds']!r}: taken as 0"))
-        return 0
-
-    def _keep_names(self, events: list[Event]) -> None:
-        for event in events:
-            key = (event.name, event.pid, event.tid)
-            if event.ph == "M" and event.name in _NAMES and key not in self._names:
-                self._names[key] = event.args.copy()  # the raw text alone would hold on to the whole batch
-
-    def _columns(self, batch: list[Event], ids: list[int]) -> pl.DataFrame:
-        texts = [bytes(event.args) or b"{}" for event in batch]
-        args = self._decode_args(texts)
-        external = [a.external_id if a.external_id is not None else a.external_id_2021 for a in args]
-        return pl.DataFrame(
-            {
-                "event_id": pl.Series(ids, dtype=pl.Int64),
-                "ph": pl.Series([event.ph for event in batch], dtype=pl.String),
-                "category": pl.Series([event.cat for event in batch], dtype=pl.String),
-                "name": pl.Series([event.name for event in batch], dtype=pl.String),
-                "pid": integers([event.pid for event in batch]),
-                "tid": self._thread_ids([event.tid for event in batch]),
-                "start_ns": nanoseconds([event.ts for event in batch]),
-                "dur_ns": nanoseconds([event.dur if event.ph == "X" else b"0" for event in batch]),
-                "device_arg": integers([a.device for a in args]),
-                "stream_arg": integers([a.stream for a in args]),
-                "correlation": integers([a.correlation for a in args]),
-                "external_id": integers(external),
-                "sequence": integers([a.sequence for a in args]),
-                "args": strings(texts),
-            }
+    def _columns(self, batch: Batch, texts: list[str]) -> pl.DataFrame:
+        ints, kinds = batch.ints, batch.kinds
+        given = kinds != kernels.NONE
+        for of in (ints, kinds):
+            np.copyto(of[kernels.EXTERNAL_ID], of[kernels.EXTERNAL_ID_2021], where=~given[kernels.EXTERNAL_ID])
+        instant = (ints[kernels.PH] != _X) & (ints[kernels.PH] < _BEGIN)
+        category = self._category(ints, kinds, instant, texts)
+        on_device = pl.Series(self._on_device[category])
+        pid, tid, device, stream, correlation, external_id, sequence = (
+            self._ids(ints[at], kinds[at], texts, threads=at == kernels.TID)
+            for at in (*range(kernels.PID, kernels.EXTERNAL_ID + 1), kernels.SEQUENCE)
+        )
+        process = np.where(kinds[kernels.PID] == kernels.STRING, -1 - ints[kernels.PID], ints[kernels.PID])
+        return pl.select(
+            event_id=pl.Series(ints[kernels.EVENT_ID].copy()),
+            ph=pl.Series(ints[kernels.PH].astype(np.uint8)),
+            category=pl.Series(category.astype(np.uint32)),
+            name=pl.Series(np.where(given[kernels.NAME], ints[kernels.NAME], kernels.NO_TEXT).astype(np.uint32)),
+            thread=pl.when(~on_device).then(tid),
+            device=pl.when(on_device).then(pl.coalesce(device, pid).cast(pl.Int32, strict=False)),
+            stream=pl.when(on_device).then(pl.coalesce(stream, tid).replace(_NO_STREAM, -1)),
+            start_ns=_nullable(ints[kernels.START].copy(), given[kernels.START]),
+            dur_ns=_nullable(np.where(instant, 0, ints[kernels.DUR]), given[kernels.DUR] | instant),
+            correlation=correlation,
+            external_id=external_id,
+            sequence=pl.when(sequence >= 0).then(sequence),
+            args=_lines(batch.args, batch.ints.shape[1]),
+            process=pl.Series(process),
+            tid=tid,
         )
 
-    def _decode_args(self, texts: list[bytes]) -> list[Args]:
-        try:
-            return _decode_args(b"[" + b",".join(texts) + b"]")
-        except UNDECODABLE:
-            pass
-        args, odd = [], 0
-        for text in texts:
-            try:
-                args.append(_decode_one_args(text))
-            except UNDECODABLE:
-                args.append(Args())
-                odd += 1
-        self._count("odd arguments", "args of a type that no event has: kept as text, ids in them are not read", odd)
-        return args
+    def _category(self, ints: Int64s, kinds: Bytes, instant: Flags, texts: list[str]) -> Int64s:
+        """Codes of categories, after seeing to it that `_categories` and `_on_device` have them."""
+        functions = (kinds[kernels.PID] == kernels.STRING) & (ints[kernels.PID] == kernels.CPU_FUNCTIONS)
+        default = np.where(instant, _INSTANT, np.where(functions, _CPU_OP, _UNKNOWN))
+        codes = np.where(kinds[kernels.CAT] != kernels.NONE, ints[kernels.CAT] + len(_WITHOUT), default)
+        used = np.unique(codes).tolist()
+        more = max(0, used[-1] + 1 - len(self._categories))
+        self._categories += [None] * more
+        self._on_device = np.append(self._on_device, np.zeros(more, np.bool_))
+        for code in used:
+            if self._categories[code] is None:
+                lower = texts[code - len(_WITHOUT)].lower()
+                self._categories[code] = CATEGORIES.get(lower, lower)
+                self._on_device[code] = self._categories[code] in DEVICE_CATEGORIES
+        return codes
 
-    def _thread_ids(self, tids: list[Any]) -> pl.Series:
-        """Thread ids as integers; text that is no number gets a negative id that depends on the text alone."""
-        known = integers(tids)
-        if not known.null_count():
-            return known
-        ids = known.to_list()
-        for i, tid in enumerate(tids):
-            if ids[i] is None and tid is not None:
-                ids[i] = -1 - int.from_bytes(blake2b(str(tid).encode(), digest_size=7).digest())
-                self._threads[str(tid)] = ids[i]
-        return pl.Series(ids, dtype=pl.Int64)
+    def _ids(self, values: Int64s, kinds: Bytes, texts: list[str], *, threads: bool) -> pl.Series:
+        """Ids as integers, null where they are none; a thread's that is no number depends on its text alone."""
+        known, written = kinds != kernels.NONE, kinds == kernels.STRING
+        values = values.copy()
+        if written.any():
+            ids, inverse = np.unique(values[written], return_inverse=True)
+            numbers = [integer(texts[i]) for i in ids.tolist()]
+            if threads:
+                numbers = [self._thread(texts[i]) if n is None else n for i, n in zip(ids, numbers, strict=True)]
+            known[written] = np.array([n is not None for n in numbers])[inverse]
+            values[written] = np.array([n or 0 for n in numbers])[inverse]
+        return _nullable(values, known)
 
-    def names(self) -> dict[str, list[dict[str, Any]]]:
-        """Names of processes and threads: `processes` (pid, name, labels) and `threads` (pid, tid, name)."""
-        processes: dict[Any, dict[str, Any]] = {}
-        threads: list[dict[str, Any]] = []
-        for (key, pid, tid), raw in self._names.items():
-            try:
-                value = msgspec.json.decode(raw, type=dict[str, Any])
-            except UNDECODABLE:
-                continue
-            if key == "thread_name":
-                threads.append({"pid": pid, "tid": tid, "name": value.get("name")})
-            else:
-                processes.setdefault(pid, {"pid": pid}).update(value)
-        return {"processes": list(processes.values()), "threads": threads}
+    def _thread(self, text: str) -> int:
+        return self._threads.setdefault(text, -1 - int.from_bytes(blake2b(text.encode(), digest_size=7).digest()))
 
-    def frame(self, base_ns: int, rank: int) -> pl.DataFrame:
+    def frame(self, base_ns: int, rank: int, odd: Mapping[str, tuple[int, str]]) -> pl.DataFrame:
         """All events as `schema.EVENTS`; those dropped are counted in `notes`."""
         for (phase, category), count in sorted(self._dropped.items(), key=str):
             reason = DROPPED_PHASES.get(phase, "a phase that no trace of Kineto has")
             self.notes.append((f"dropped {phase or 'no phase'} {category or ''}".strip(), count, reason))
         for text, thread in self._threads.items():
             self.notes.append(("thread id", 1, f"tid {text!r} is no number; it became {thread}"))
-        self.notes += [(what, count, f"first: {reason}") for what, (count, reason) in self._odd.items()]
-        if not self.frames:
+        self.notes += [(what, count, f"first: {reason}") for what, (count, reason) in odd.items()]
+        if not self._frames:
             return EVENTS.empty()
-        events = _classify(pl.concat(self.frames))
-        self.frames.clear()
-        dropped = events.filter(pl.col("reason").is_not_null())
-        for phase, category, reason, count in dropped.group_by("ph", "category", "reason").len().sort(pl.all()).rows():
-            self.notes.append((f"dropped {phase} {category}", count, reason))
-        kept = events.filter(pl.col("reason").is_null())
-        if nowhere := kept.filter(pl.col("category").is_in(DEVICE_CATEGORIES) & pl.col("device").is_null()).height:
+        events = pl.concat(self._frames)
+        self._frames.clear()
+        if halves := [half for half in self._halves if len(half)]:
+            whole, left = joined(pl.concat(halves))
+            self._note_dropped(left)
+            events = pl.concat([events, whole.select(events.columns)]).sort("event_id")
+        self._halves.clear()
+        events = self._with_usable_times(events)
+        if nowhere := int((pl.Series(self._on_device).gather(events["category"]) & events["device"].is_null()).sum()):
             self.notes.append(("no device", nowhere, "device work whose pid and args name no device"))
         return EVENTS.check(
-            kept.select(
+            events.select(
                 rank=pl.lit(rank, pl.Int32),
+                event_id="event_id",
+                category=pl.Series(self._categories, dtype=pl.String).gather(events["category"]),
+                name=pl.Series(self.strings.decoded(), dtype=pl.String).gather(events["name"]),
                 start_ns=pl.col("start_ns") + base_ns,
-                **{c: pl.col(c) for c in EVENTS.columns if c not in ("rank", "start_ns")},
+                **{c: c for c in EVENTS.columns if c not in ("rank", "event_id", "category", "name", "start_ns")},
             )
         )
 
+    def _with_usable_times(self, events: pl.DataFrame) -> pl.DataFrame:
+        usable = pl.col("start_ns").is_not_null() & (pl.col("dur_ns") >= 0).fill_null(value=False)
+        if events.select(usable.all()).item():
+            return events
+        reason = (
+            pl.when(pl.col("start_ns").is_null())
+            .then(pl.lit("no time stamp, or one that is no number of microseconds"))
+            .when(pl.col("dur_ns").is_null())
+            .then(pl.lit("no duration that is a number: the event did not end while the profiler ran"))
+            .otherwise(pl.lit("a negative duration"))
+        )
+        self._note_dropped(events.filter(~usable).with_columns(reason=reason))
+        return events.filter(usable)
 
-def _classify(events: pl.DataFrame) -> pl.DataFrame:
-    """One vocabulary of categories, thread or device and stream, and `reason`: why a row is dropped, else null."""
-    lower = pl.col("category").str.to_lowercase()
-    instant = pl.col("ph") != "X"
-    default = pl.when(instant).then(pl.lit("cpu_instant_event")).otherwise(pl.lit("unknown"))
-    category = pl.coalesce(lower.replace(CATEGORIES), default)
-    events = events.with_columns(category=category, name=pl.col("name").fill_null(""))
-    on_device = pl.col("category").is_in(DEVICE_CATEGORIES)
-    stream = pl.coalesce("stream_arg", "tid").replace(_NO_STREAM, -1)
-    device = pl.coalesce("device_arg", "pid").cast(pl.Int32, strict=False)
-    return events.with_columns(
-        thread=pl.when(~on_device).then("tid"),
-        device=pl.when(on_device).then(device),
-        stream=pl.when(on_device).then(stream),
-        sequence=pl.when(pl.col("sequence") >= 0).then("sequence"),
-        reason=pl.when(pl.col("start_ns").is_null())
-        .then(pl.lit("no time stamp, or one that is no number of microseconds"))
-        .when(pl.col("dur_ns").is_null())
-        .then(pl.lit("no duration that is a number: the event did not end while the profiler ran"))
-        .when(pl.col("dur_ns") < 0)
-        .then(pl.lit("a negative duration")),
+    def _note_dropped(self, events: pl.DataFrame) -> None:
+        """Count rows by phase, category and `reason`."""
+        counted = events.group_by("ph", "category", "reason").len().rows()
+        self.notes += sorted(
+            (f"dropped {kernels.KNOWN[phase]} {self._categories[code]}", count, reason)
+            for phase, code, reason, count in counted
+        )
+
+
+def joined(halves: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Make whole events of beginnings and ends; those, and the rows that are in none, with the `reason`.
+
+    An end belongs to the innermost open event of its process and thread, or of its name if it has one. The event has
+    its beginning's columns, and the end's arguments if the beginning has none.
+    """
+    halves = halves.with_columns(lane=pl.struct("process", "tid").rank("dense").cast(pl.Int64)).sort(
+        "lane", "start_ns", "event_id", nulls_last=True
     )
+    lane, name = (halves[column].cast(pl.Int64).to_numpy(writable=True) for column in ("lane", "name"))
+    partner = partners(lane, name, (halves["ph"] == _BEGIN).to_numpy(), halves["start_ns"].is_not_null().to_numpy())
+    found = pl.Series(partner >= 0)
+    begins, ends = found & (halves["ph"] == _BEGIN), pl.Series(partner)
+    first, last = halves.filter(begins), halves[ends.filter(begins)]
+    whole = first.with_columns(
+        ph=pl.lit(_X, pl.UInt8),
+        dur_ns=last["start_ns"] - first["start_ns"],
+        args=pl.when(first["args"] == "{}").then(last["args"]).otherwise(first["args"]),
+    )
+    left = halves.filter(~begins).with_columns(
+        reason=pl.when(found.filter(~begins))
+        .then(pl.lit("the end of a pair, which is one event now"))
+        .otherwise(pl.lit("half of a pair whose other half is not in the file"))
+    )
+    return whole, left
+
+
+def _nullable(values: Int64s, known: Flags) -> pl.Series:
+    """`values`, which are shared, or a copy of them with nulls."""
+    series = pl.Series(values)
+    return series if known.all() else pl.select(pl.when(pl.Series(known)).then(series)).to_series()
+
+
+def _lines(text: Bytes, count: int) -> pl.Series:
+    """Strings of a text with a line each. Split in one go, which is much faster than decoding one by one."""
+    lines = pl.Series([text.tobytes().decode()]).str.split("\n").explode()
+    if len(lines) != count:
+        raise AssertionError(f"{len(lines)} lines of arguments for {count} events.")
+    return lines

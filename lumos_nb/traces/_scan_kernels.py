@@ -1,0 +1,742 @@
+"""Bytes of JSON events to rows of integers, in one strict pass.
+
+Whatever is not both valid JSON and usual (an id that is a float, a name with half a surrogate pair, ...) is not read
+here but handed back as a span of text. Functions that read a piece of text return where it ends, or `-i - 1` if the
+byte at `i` is not what must stand there. Text ends with a zero byte, which no JSON has: nothing is read beyond it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lumos_nb._jit import jit
+
+Bytes = npt.NDArray[np.uint8]
+Int64s = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Pointer: TypeAlias = Any
+
+# Columns of a row. `kinds` says what the value of `ints` is: none, a number, or the id of a string.
+PH, CAT, NAME, PID, TID, DEVICE, STREAM, CORRELATION, EXTERNAL_ID, EXTERNAL_ID_2021, SEQUENCE, START, DUR = range(13)
+EVENT_ID = 13
+N_FIELDS = 14
+ARGS, ATTR, OTHER = 14, 15, -1
+NONE, NUMBER, STRING = 0, 1, 2
+
+# What `scan` keeps between calls.
+POSITION, ROWS, DROPPED, EVENTS, ARGS_SIZE, STRINGS, POOL_SIZE, GAP, JUNK, BEGIN, STOP, NEXT, NO_ROOM = range(13)
+_ARGS_BEGIN, _ARGS_STOP, _N_SLOTS, _N_BOUNDS, _N_POOL = range(13, 18)
+_VALUE, _KIND = 18, 32  # of the event that is being read, a place for each field
+_SEEN, _N_SEEN = 46, 512  # a table of the events that gave names
+N_STATE = _SEEN + 3 * _N_SEEN
+
+# Why `scan` returned: it needs more text, room, or a slower reader for text[BEGIN:STOP]; or the list is closed.
+MORE_TEXT, MORE_ROOM, ODD, CLOSED = range(4)
+
+# Strings with an id from the start: phases that are kept, processes of the profiler's own rows, events that give names.
+KEPT_PHASES = ("X", "i", "I", "B", "E")
+PSEUDO_PROCESSES = ("", "Spans", "Traces")
+NAMES = ("process_name", "process_labels", "thread_name")
+KNOWN = (*KEPT_PHASES, *PSEUDO_PROCESSES, *NAMES, "M", "CPU functions")
+N_KEPT, NO_TEXT, FIRST_NAME, NAMING, CPU_FUNCTIONS = 5, 5, 8, 11, 12
+
+AT_START, AFTER_EVENT, AFTER_COMMA, IN_JUNK = range(4)
+_NEAR = 1 << 16  # bytes within which a broken event is looked for as a whole
+_MAX_DEPTH = 60
+_NESTED = 64  # open events that an end looks for its name among
+_LATEST_US = 2**62 // 1000
+_QUOTE, _BACKSLASH, _COMMA, _COLON, _MINUS, _PLUS, _POINT, _ZERO, _NINE = (ord(c) for c in '"\\,:-+.09')
+_OPEN, _CLOSE, _OPEN_LIST, _CLOSE_LIST = (ord(c) for c in "{}[]")
+_D, _E, _F, _H, _I, _N, _P, _S, _T, _U = (ord(c) for c in "defhinpstu")
+_PLAIN = np.array([32 <= c < 128 and chr(c) not in '"\\' for c in range(256)])
+_ESCAPED = np.array([chr(c) in '"\\/bfnrt' for c in range(256)])
+_HEX = np.array([int(chr(c), 16) if chr(c) in "0123456789abcdefABCDEF" else -1 for c in range(256)], np.int64)
+
+
+def _words(text: str) -> Iterator[tuple[int, int]]:
+    """Where the words of `text` stand in it, and their lengths."""
+    at = 0
+    for word in text.split():
+        yield at, len(word)
+        at += len(word) + 1
+
+
+_TEXT = "true false null device stream correlation xternal_id Sequence_number cat dur name args attr"
+_TRUE, _FALSE, _NULL, _DEVICE, _STREAM, _CORRELATION, _EXTERNAL, _SEQUENCE, _CAT, _DUR, _NAME, _ARGS, _ATTR = _words(
+    _TEXT
+)
+_LETTERS = np.frombuffer(_TEXT.replace("_", " ").encode(), np.uint8)
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+@jit("int64(CPointer(uint8), int64)")
+def space_end(text: Pointer, i: int) -> int:
+    while text[i] == 32 or text[i] == 10 or text[i] == 13 or text[i] == 9:
+        i += 1
+    return i
+
+
+@jit("boolean(CPointer(uint8), int64, UniTuple(int64, 2))")
+def _is(text: Pointer, i: int, word: tuple[int, int]) -> bool:
+    for k in range(word[1]):  # noqa: SIM110  # numba has no generators
+        if text[i + k] != _LETTERS[word[0] + k]:
+            return False
+    return True
+
+
+@jit("int64(CPointer(uint8), int64)")
+def _hex4(text: Pointer, i: int) -> int:
+    """Value of four hexadecimal digits, or `-k - 1`."""
+    value = 0
+    for k in range(i, i + 4):
+        digit = _HEX[text[k]]
+        if digit < 0:
+            return -k - 1
+        value = value * 16 + digit
+    return value
+
+
+@jit("int64(CPointer(uint8), int64)")
+def _escape_end(text: Pointer, i: int) -> int:
+    if _ESCAPED[text[i + 1]]:
+        return i + 2
+    if text[i + 1] != _U:
+        return -i - 2
+    high = _hex4(text, i + 2)
+    if high < 0 or high < 0xD800 or high >= 0xE000:
+        return high if high < 0 else i + 6
+    if text[i + 6] != _BACKSLASH:
+        return -i - 7
+    if text[i + 7] != _U:
+        return -i - 8
+    low = _hex4(text, i + 8)
+    if low < 0:
+        return low
+    return i + 12 if high < 0xDC00 <= low < 0xE000 else -i - 1
+
+
+@jit("int64(CPointer(uint8), int64)")
+def _utf8_end(text: Pointer, i: int) -> int:
+    """End of one character of two to four bytes: the shortest form, no surrogate, nothing beyond U+10FFFF."""
+    c, low, high = text[i], 0x80, 0xBF
+    if c < 0xC2 or c > 0xF4:
+        return -i - 1
+    if c == 0xE0:
+        low = 0xA0
+    elif c == 0xED:
+        high = 0x9F
+    elif c == 0xF0:
+        low = 0x90
+    elif c == 0xF4:
+        high = 0x8F
+    for k in range(i + 1, i + (2 if c < 0xE0 else 3 if c < 0xF0 else 4)):
+        if text[k] < low or text[k] > high:
+            return -k - 1
+        low, high, i = 0x80, 0xBF, k
+    return i + 1
+
+
+@jit("int64(CPointer(uint8), int64)")
+def string_end(text: Pointer, i: int) -> int:
+    """Where the closing quote of the string is whose first character is at `i`."""
+    while True:
+        while _PLAIN[text[i]]:
+            i += 1
+        c = text[i]
+        if c == _QUOTE:
+            return i
+        if c == _BACKSLASH:
+            i = _escape_end(text, i)
+        elif c >= 0x80:
+            i = _utf8_end(text, i)
+        else:
+            return -i - 1
+        if i < 0:
+            return i
+
+
+@jit("int64(CPointer(uint8), int64)")
+def _digits_end(text: Pointer, i: int) -> int:
+    if text[i] < _ZERO or text[i] > _NINE:
+        return -i - 1
+    while _ZERO <= text[i] <= _NINE:
+        i += 1
+    return i
+
+
+@jit("int64(CPointer(uint8), int64)")
+def _number_end(text: Pointer, i: int) -> int:
+    if text[i] == _MINUS:
+        i += 1
+    zero = text[i] == _ZERO
+    end = _digits_end(text, i)
+    if end < 0 or (zero and end > i + 1):
+        return end if end < 0 else -i - 2
+    if text[end] == _POINT:
+        end = _digits_end(text, end + 1)
+        if end < 0:
+            return end
+    if text[end] | 0x20 == _E:
+        end += 1
+        if text[end] == _PLUS or text[end] == _MINUS:
+            end += 1
+        end = _digits_end(text, end)
+    return end
+
+
+@jit("int64(CPointer(uint8), int64, UniTuple(int64, 2))")
+def _word_end(text: Pointer, i: int, word: tuple[int, int]) -> int:
+    for k in range(word[1]):
+        if text[i + k] != _LETTERS[word[0] + k]:
+            return -i - k - 1
+    return i + word[1]
+
+
+@jit("int64(CPointer(uint8), int64)")
+def _scalar_end(text: Pointer, i: int) -> int:
+    c = text[i]
+    if c == _QUOTE:
+        end = string_end(text, i + 1)
+        return end if end < 0 else end + 1
+    if c == _T:
+        return _word_end(text, i, _TRUE)
+    if c == _F:
+        return _word_end(text, i, _FALSE)
+    if c == _N:
+        return _word_end(text, i, _NULL)
+    return _number_end(text, i)
+
+
+@jit("int64(CPointer(uint8), int64)")
+def _value_of_key(text: Pointer, i: int) -> int:
+    """Where the value starts whose key ends at the quote at `i`."""
+    i = space_end(text, i + 1)
+    return space_end(text, i + 1) if text[i] == _COLON else -i - 1
+
+
+@jit("int64(CPointer(uint8), int64)")
+def value_end(text: Pointer, i: int) -> int:
+    depth, objects = 0, 0  # a bit for each open bracket: whether it is an object's
+    while True:
+        c = text[i]
+        if c in (_OPEN, _OPEN_LIST):
+            depth, objects = depth + 1, objects << 1 | (c == _OPEN)
+            if depth > _MAX_DEPTH:
+                return -i - 1
+            i = space_end(text, i + 1)
+            opened = text[i] != c + 2  # a closing bracket is two codes after the opening one
+        else:
+            i = _scalar_end(text, i)
+            if i < 0:
+                return i
+            opened = False
+        while not opened:
+            if depth == 0:
+                return i
+            i = space_end(text, i)
+            if text[i] == (_CLOSE if objects & 1 else _CLOSE_LIST):
+                depth, objects, i = depth - 1, objects >> 1, i + 1
+            elif text[i] == _COMMA:
+                i = space_end(text, i + 1)
+                opened = True
+            else:
+                return -i - 1
+        if objects & 1:
+            if text[i] != _QUOTE:
+                return -i - 1
+            i = string_end(text, i + 1)
+            if i >= 0:
+                i = _value_of_key(text, i)
+            if i < 0:
+                return i
+
+
+@jit("int64(CPointer(uint8), int64, int64, CPointer(uint8), int64)")
+def compact(text: Pointer, i: int, stop: int, to: Pointer, at: int) -> int:
+    """Copy valid JSON without the whitespace between its tokens; where the copy ends."""
+    quoted = False
+    while i < stop:
+        c = text[i]
+        to[at] = c
+        if c == _BACKSLASH:
+            to[at + 1] = text[i + 1]
+            at, i = at + 2, i + 2
+            continue
+        quoted ^= c == _QUOTE
+        at += quoted | (c > 32)
+        i += 1
+    return at
+
+
+# --- strings ----------------------------------------------------------------------------------------------------------
+
+
+@jit("boolean(CPointer(uint8), int64, int64, int64, CPointer(int64), CPointer(uint8))")
+def _is_string(text: Pointer, begin: int, stop: int, known: int, bounds: Pointer, pool: Pointer) -> bool:
+    at = bounds[known]
+    if bounds[known + 1] - at != stop - begin:
+        return False
+    for k in range(stop - begin):  # noqa: SIM110
+        if text[begin + k] != pool[at + k]:
+            return False
+    return True
+
+
+@jit("int64(CPointer(uint8), int64, int64)")
+def _hash(text: Pointer, begin: int, stop: int) -> int:
+    h = stop - begin
+    while begin + 4 <= stop:
+        word = text[begin] | text[begin + 1] << 8 | text[begin + 2] << 16 | text[begin + 3] << 24
+        h = (h ^ word) * -7046029254386353131
+        h ^= h >> 29
+        begin += 4
+    while begin < stop:
+        h = (h ^ text[begin]) * -7046029254386353131
+        begin += 1
+    return (h ^ h >> 32) & 0x7FFFFFFF
+
+
+_TABLE = "CPointer(int64), CPointer(int64), CPointer(uint8), CPointer(int64)"
+
+
+@jit(f"int64(CPointer(uint8), int64, int64, {_TABLE})")
+def intern(text: Pointer, begin: int, stop: int, slots: Pointer, bounds: Pointer, pool: Pointer, state: Pointer) -> int:
+    """Id of the string text[begin:stop]; -1, and NO_ROOM, if it is new and there is no room for it.
+
+    A table is its slots, of `hash << 32 | id + 1`, its bounds, its pool and the state of `scan`. The bytes of a string
+    are pool[bounds[id]:bounds[id + 1]].
+    """
+    tag = _hash(text, begin, stop)
+    k = tag & (state[_N_SLOTS] - 1)
+    while slots[k]:
+        if slots[k] >> 32 == tag:
+            known = (slots[k] & 0xFFFFFFFF) - 1
+            if _is_string(text, begin, stop, known, bounds, pool):
+                return int(known)
+        k = (k + 1) & (state[_N_SLOTS] - 1)
+    n, at = state[STRINGS], state[POOL_SIZE]
+    if n + 2 > state[_N_BOUNDS] or 2 * n > state[_N_SLOTS] or at + stop - begin > state[_N_POOL]:
+        state[NO_ROOM] = 1
+        return -1
+    for i in range(begin, stop):
+        pool[at + i - begin] = text[i]
+    slots[k] = tag << 32 | n + 1
+    bounds[n + 1] = at + stop - begin
+    state[STRINGS], state[POOL_SIZE] = n + 1, at + stop - begin
+    return int(n)
+
+
+@jit("int64(uint8[::1], int64[::1], int64[::1], uint8[::1], int64[::1])")
+def id_of(text: Bytes, slots: Int64s, bounds: Int64s, pool: Bytes, state: Int64s) -> int:
+    """`intern` for the whole of an array."""
+    state[_N_SLOTS], state[_N_BOUNDS], state[_N_POOL] = slots.size, bounds.size, pool.size
+    return intern(text.ctypes, 0, text.size, slots.ctypes, bounds.ctypes, pool.ctypes, state.ctypes)
+
+
+@jit("void(int64[::1], int64[::1])")
+def rehash(old: Int64s, slots: Int64s) -> None:
+    """Put the entries of one table of `intern` into another, empty one."""
+    for entry in old:
+        if entry:
+            k = (entry >> 32) & (slots.size - 1)
+            while slots[k]:
+                k = (k + 1) & (slots.size - 1)
+            slots[k] = entry
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@jit(f"int64(CPointer(uint8), int64, int64, {_TABLE})")
+def _read_text(
+    text: Pointer, i: int, field: int, slots: Pointer, bounds: Pointer, pool: Pointer, state: Pointer
+) -> int:
+    """A string or null. Of phases and ids, those with escapes are odd."""
+    if text[i] == _N and field != PH:
+        state[_KIND + field] = NONE
+        return _word_end(text, i, _NULL)
+    if text[i] != _QUOTE:
+        return -i - 1
+    end = string_end(text, i + 1)
+    if end < 0:
+        return end
+    if field != NAME and field != CAT:
+        for k in range(i, end):
+            if text[k] == _BACKSLASH:
+                return -k - 1
+    if field > NAME or not _is_string(text, i + 1, end, state[_VALUE + field], bounds, pool):  # the last event's
+        known = intern(text, i + 1, end, slots, bounds, pool, state)
+        if known < 0:
+            return -i - 1
+        state[_VALUE + field] = known
+    state[_KIND + field] = STRING
+    return end + 1
+
+
+@jit(f"int64(CPointer(uint8), int64, int64, {_TABLE})")
+def _read_id(text: Pointer, i: int, field: int, slots: Pointer, bounds: Pointer, pool: Pointer, state: Pointer) -> int:
+    """An integer of up to 18 digits, a string or null."""
+    if text[i] == _QUOTE or text[i] == _N:
+        return _read_text(text, i, field, slots, bounds, pool, state)
+    first = i + (text[i] == _MINUS)
+    end = _digits_end(text, first)
+    if end < 0:
+        return end
+    if end - first > 18 or text[end] == _POINT or text[end] | 0x20 == _E or (text[first] == _ZERO and end > first + 1):
+        return -i - 1
+    number = 0
+    for k in range(first, end):
+        number = number * 10 + (text[k] - _ZERO)
+    state[_VALUE + field] = -number if first > i else number
+    state[_KIND + field] = NUMBER
+    return end
+
+
+@jit("int64(CPointer(uint8), int64, int64, CPointer(int64))")
+def _read_ns(text: Pointer, i: int, field: int, state: Pointer) -> int:
+    """Plain decimal microseconds, to the nearest ns; or null."""
+    if text[i] == _N:
+        state[_KIND + field] = NONE
+        return _word_end(text, i, _NULL)
+    first = i + (text[i] == _MINUS)
+    end = _digits_end(text, first)
+    if end < 0:
+        return end
+    if end - first > 16 or (text[first] == _ZERO and end > first + 1):
+        return -i - 1
+    ns = 0
+    for k in range(first, end):
+        ns = ns * 10 + (text[k] - _ZERO)
+    if ns >= _LATEST_US:
+        return -i - 1
+    ns *= 1000
+    if text[end] == _POINT:
+        unit, begin = 100, end + 1
+        end = _digits_end(text, begin)
+        if end < 0:
+            return end
+        for k in range(begin, min(end, begin + 3)):
+            ns += (text[k] - _ZERO) * unit
+            unit //= 10
+        ns += end > begin + 3 and text[begin + 3] >= _ZERO + 5
+    if text[end] | 0x20 == _E:
+        return -i - 1
+    state[_VALUE + field] = -ns if first > i else ns
+    state[_KIND + field] = NUMBER
+    return end
+
+
+@jit("int64(CPointer(uint8), int64, int64)")
+def _field_of_args(text: Pointer, begin: int, stop: int) -> int:
+    size = stop - begin
+    if size == 6:
+        return DEVICE if _is(text, begin, _DEVICE) else STREAM if _is(text, begin, _STREAM) else OTHER
+    if size == 11:
+        if _is(text, begin + 1, _EXTERNAL):
+            return EXTERNAL_ID if text[begin] == _E - 32 else EXTERNAL_ID_2021 if text[begin] == _E else OTHER
+        return CORRELATION if _is(text, begin, _CORRELATION) else OTHER
+    return SEQUENCE if size == 15 and _is(text, begin, _SEQUENCE) else OTHER
+
+
+@jit("int64(CPointer(uint8), int64, int64)")
+def _field_of_event(text: Pointer, begin: int, stop: int) -> int:
+    size, a, b = stop - begin, text[begin], text[begin + 1]
+    if size == 2:
+        return PH if a == _P and b == _H else START if a == _T and b == _S else OTHER
+    if size == 3:
+        if b == _I and text[begin + 2] == _D:
+            return PID if a == _P else TID if a == _T else OTHER
+        return CAT if _is(text, begin, _CAT) else DUR if _is(text, begin, _DUR) else OTHER
+    if size == 4:
+        return (
+            NAME
+            if _is(text, begin, _NAME)
+            else ARGS
+            if _is(text, begin, _ARGS)
+            else ATTR
+            if _is(text, begin, _ATTR)
+            else OTHER
+        )
+    return OTHER
+
+
+@jit("int64(CPointer(uint8), int64)")
+def _key_end(text: Pointer, i: int) -> int:
+    """End of a key without escapes whose opening quote is at `i`."""
+    if text[i] != _QUOTE:
+        return -i - 1
+    end = string_end(text, i + 1)
+    for k in range(i + 1, end):
+        if text[k] == _BACKSLASH:
+            return -k - 1
+    return end
+
+
+@jit("int64(CPointer(uint8), int64)")
+def _next_key(text: Pointer, i: int) -> int:
+    """Past the comma that a further key follows, or at the brace that closes the object."""
+    i = space_end(text, i)
+    if text[i] == _CLOSE:
+        return i
+    if text[i] != _COMMA:
+        return -i - 1
+    i = space_end(text, i + 1)
+    return i if text[i] == _QUOTE else -i - 1
+
+
+@jit(f"int64(CPointer(uint8), int64, {_TABLE})")
+def _read_args(text: Pointer, i: int, slots: Pointer, bounds: Pointer, pool: Pointer, state: Pointer) -> int:
+    for field in range(DEVICE, SEQUENCE + 1):
+        state[_KIND + field] = NONE
+    if text[i] != _OPEN:
+        return -i - 1
+    i = space_end(text, i + 1)
+    while text[i] != _CLOSE:
+        end = _key_end(text, i)
+        if end < 0:
+            return end
+        field = _field_of_args(text, i + 1, end)
+        i = _value_of_key(text, end)
+        if i >= 0:
+            i = value_end(text, i) if field == OTHER else _read_id(text, i, field, slots, bounds, pool, state)
+        if i >= 0:
+            i = _next_key(text, i)
+        if i < 0:
+            return i
+    return i + 1
+
+
+@jit(f"int64(CPointer(uint8), int64, {_TABLE})")
+def _read_event(text: Pointer, i: int, slots: Pointer, bounds: Pointer, pool: Pointer, state: Pointer) -> int:
+    """Read the object whose brace is at `i`; its fields and the span of its arguments go to `state`."""
+    given = OTHER
+    for field in range(N_FIELDS):
+        state[_KIND + field] = NONE
+    state[_ARGS_BEGIN] = state[_ARGS_STOP] = 0
+    i = space_end(text, i + 1)
+    while text[i] != _CLOSE:
+        end = _key_end(text, i)
+        if end < 0:
+            return end
+        field = _field_of_event(text, i + 1, end)
+        i = begin = _value_of_key(text, end)
+        if i < 0:
+            return i
+        if field == OTHER or (field == ATTR and given == ARGS):
+            i = value_end(text, i)
+        elif field in (START, DUR):
+            i = _read_ns(text, i, field, state)
+        elif field in (PID, TID):
+            i = _read_id(text, i, field, slots, bounds, pool, state)
+        elif field <= NAME:
+            i = _read_text(text, i, field, slots, bounds, pool, state)
+        else:
+            i = _read_args(text, i, slots, bounds, pool, state)
+            given, state[_ARGS_BEGIN], state[_ARGS_STOP] = field, begin, i
+        if i >= 0:
+            i = _next_key(text, i)
+        if i < 0:
+            return i
+    return i + 1
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+
+@jit("int64(CPointer(uint8), int64, int64, boolean)")
+def _next_event(text: Pointer, i: int, end: int, anywhere: bool) -> int:
+    """Where the next object starts whose first key is one of an event's; -1 if none does.
+
+    Before it stands the end of another object, unless it may be `anywhere`.
+    """
+    before = False
+    while i < end:
+        c = text[i]
+        if c == _OPEN and (before or anywhere):
+            quote = space_end(text, i + 1)
+            stop = _key_end(text, quote)
+            if stop > 0 and _field_of_event(text, quote + 1, stop) != OTHER and _value_of_key(text, stop) > 0:
+                return i
+        if c > 32:
+            before = c == _CLOSE or (before and c == _COMMA)
+        i += 1
+    return -1
+
+
+@jit("int64(CPointer(uint8), int64, int64)")
+def _loose_end(text: Pointer, i: int, end: int) -> int:
+    """Where the object ends whose brace is at `i`, by its brackets outside of strings alone; -1 if not before `end`."""
+    depth, quoted = 0, False
+    while i < end:
+        c = text[i]
+        if c == _BACKSLASH:
+            i += 1
+        elif c == _QUOTE:
+            quoted = not quoted
+        elif not quoted:
+            if c in (_OPEN, _OPEN_LIST):
+                depth += 1
+            elif c in (_CLOSE, _CLOSE_LIST):
+                depth -= 1
+                if depth == 0:
+                    return i + 1
+        i += 1
+    return -1
+
+
+@jit("int64(CPointer(uint8), int64, int64, boolean, CPointer(int64))")
+def _gap(text: Pointer, i: int, end: int, final: bool, state: Pointer) -> int:
+    """Where the next object starts; -1 if more text is needed, -2 at the end of the list.
+
+    Commas are passed; other text is counted as JUNK, a value or a run of no JSON each.
+    """
+    while True:
+        i = space_end(text, i)
+        state[POSITION] = i
+        c = text[i]
+        if i >= end:
+            return -1
+        if c == _OPEN and state[GAP] != IN_JUNK:
+            state[JUNK] += state[GAP] == AFTER_EVENT  # no comma
+            state[GAP] = AFTER_COMMA
+            return i
+        if c == _COMMA and state[GAP] != IN_JUNK:
+            state[JUNK] += state[GAP] != AFTER_EVENT
+            state[GAP] = AFTER_COMMA
+            i += 1
+            continue
+        stop = -i - 1
+        if state[GAP] != IN_JUNK:
+            if c == _CLOSE_LIST:
+                after = space_end(text, i + 1)
+                if after >= end and not final:
+                    return -1
+                if after >= end or text[after] == _CLOSE or text[after] == _COMMA:
+                    return -2
+            else:
+                stop = value_end(text, i)
+                if not final and max(stop, -stop - 1) >= end:
+                    return -1
+            state[JUNK] += 1
+        if stop > 0:
+            i, state[GAP] = stop, AFTER_EVENT
+            continue
+        start = _next_event(text, i, end, True)
+        state[GAP] = AFTER_COMMA if start >= 0 else IN_JUNK
+        i = start if start >= 0 else end if final else max(i, end - 64)
+        if start < 0:
+            state[POSITION] = i
+            return -1
+
+
+@jit("boolean(CPointer(uint8), int64, int64, int64, boolean, CPointer(int64))")
+def _is_odd(text: Pointer, i: int, bad: int, end: int, final: bool, state: Pointer) -> bool:
+    """Find how far the object at `i` goes that is broken at `bad`; whether there is text enough to say."""
+    after = _next_event(text, bad, end, False)
+    near = i + _NEAR
+    stop = _loose_end(text, i, end if after < 0 else max(after, min(end, near)))
+    if not final and stop < 0 and (after < 0 or end < near):
+        return False
+    state[BEGIN], state[STOP], state[NEXT] = i, stop, after
+    return True
+
+
+@jit("boolean(CPointer(int64))")
+def _is_new_name(state: Pointer) -> bool:
+    """Whether the event names a process or thread, for the first time as far as a small table remembers."""
+    name = state[_VALUE + NAME] if state[_KIND + NAME] else NO_TEXT
+    if not FIRST_NAME <= name < NAMING:
+        return False
+    kinds = name << 4 | state[_KIND + PID] << 2 | state[_KIND + TID]
+    pid, tid = state[_VALUE + PID], state[_VALUE + TID]
+    at = _SEEN + 3 * ((pid * 31 + tid * 7 + kinds) & (_N_SEEN - 1))
+    if state[at] == kinds and state[at + 1] == pid and state[at + 2] == tid:
+        return False
+    state[at], state[at + 1], state[at + 2] = kinds, pid, tid
+    return True
+
+
+@jit(
+    "int64(uint8[::1], int64, boolean, int64[:, ::1], uint8[:, ::1], int64[::1], uint8[::1], "
+    "int64[::1], int64[::1], uint8[::1], int64[::1])"
+)
+def scan(
+    text: Bytes,
+    end: int,
+    final: bool,
+    ints: Int64s,
+    kinds: Bytes,
+    dropped: Int64s,
+    args: Bytes,
+    slots: Int64s,
+    bounds: Int64s,
+    pool: Bytes,
+    state: Int64s,
+) -> int:
+    """Read events from state[POSITION] on until something is needed; what, is returned.
+
+    A row is a column of `ints` and `kinds`; its arguments follow a line break in `args`. Events of other phases and of
+    the profiler's own processes get an entry in `dropped`, of the ids of their phase and category.
+    """
+    state[_N_SLOTS], state[_N_BOUNDS], state[_N_POOL] = slots.size, bounds.size, pool.size
+    while True:
+        i = _gap(text.ctypes, state[POSITION], end, final, state.ctypes)
+        if i < 0:
+            return MORE_TEXT if i == -1 else CLOSED
+        if state[ROWS] == ints.shape[1] or state[DROPPED] == dropped.size:
+            return MORE_ROOM
+        stop = _read_event(text.ctypes, i, slots.ctypes, bounds.ctypes, pool.ctypes, state.ctypes)
+        if state[NO_ROOM] or state[ARGS_SIZE] + state[_ARGS_STOP] - state[_ARGS_BEGIN] + 4 > args.size:
+            return MORE_ROOM
+        if stop < 0:
+            bad = -stop - 1
+            if bad >= end or not _is_odd(text.ctypes, i, bad, end, final, state.ctypes):
+                return MORE_TEXT
+            return ODD
+        state[GAP] = AFTER_EVENT
+        phase = state[_VALUE + PH] if state[_KIND + PH] else NO_TEXT
+        if phase == NAMING and _is_new_name(state.ctypes):
+            state[BEGIN], state[STOP], state[NEXT] = i, stop, -1
+            return ODD
+        state[POSITION] = stop
+        if phase >= N_KEPT or (state[_KIND + PID] == STRING and NO_TEXT <= state[_VALUE + PID] < FIRST_NAME):
+            dropped[state[DROPPED]] = phase << 32 | (state[_VALUE + CAT] + 1 if state[_KIND + CAT] else 0)
+            state[DROPPED] += 1
+        else:
+            n, at = state[ROWS], state[ARGS_SIZE]
+            state[_VALUE + EVENT_ID] = state[EVENTS]
+            for field in range(N_FIELDS):
+                ints[field, n] = state[_VALUE + field]
+                kinds[field, n] = state[_KIND + field]
+            args[at] = 10
+            if state[_ARGS_STOP]:
+                at = compact(text.ctypes, state[_ARGS_BEGIN], state[_ARGS_STOP], args.ctypes, at + 1)
+            else:
+                args[at + 1], args[at + 2], at = _OPEN, _CLOSE, at + 3
+            state[ARGS_SIZE], state[ROWS] = at, n + 1
+        state[EVENTS] += 1
+
+
+@jit("int64[::1](int64[::1], int64[::1], boolean[::1], boolean[::1])")
+def partners(lane: Int64s, name: Int64s, begins: Flags, timed: Flags) -> Int64s:
+    """Of each half of an event the row of its other half, or -1. Rows are in order of lane and time."""
+    partner, stack, depth = np.full(lane.size, -1), np.empty(lane.size, np.int64), 0
+    for i in range(lane.size):
+        if i and lane[i] != lane[i - 1]:
+            depth = 0
+        if not timed[i]:
+            continue
+        if begins[i]:
+            stack[depth], depth = i, depth + 1
+            continue
+        k = depth - 1
+        while k >= max(0, depth - _NESTED) and name[i] != NO_TEXT and name[stack[k]] != name[i]:
+            k -= 1
+        if k >= max(0, depth - _NESTED):
+            partner[i], partner[stack[k]], depth = stack[k], i, k
+    return partner
