@@ -14,14 +14,11 @@ from dataclasses import replace
 
 import polars as pl
 
+from lumos_nb import rewire
 from lumos_nb._replay_plan import LONGEST_NS, Plan
 from lumos_nb.errors import InputError, ScenarioError
 from lumos_nb.graph import Graph
-from lumos_nb.lanes import ABSENT
 from lumos_nb.schema import DEVICE_KINDS, require
-
-OWN_RULES = ("launch", "issue", "queue", "sync", "event", "collective")
-"""Rules by which an op waits for what concerns it alone: what comes after it does not wait for that once it is gone."""
 
 UNCHOSEN_KINDS = ("boundary", "join")
 INSERTED_KINDS = ("cpu", "gap", "launch", "alloc", "unexplained", *DEVICE_KINDS)
@@ -127,12 +124,13 @@ def remove(graph: Graph, where: pl.Expr, *, launches: bool = True) -> Graph:
     >>> replay(whatif.remove(graph, pl.col("kind") == "comm")).step_ns  # no communication at all
     """
     chosen = _chosen(graph, where)
-    gone = _with_companions(graph, graph.ops.filter(chosen)["op_id"])
+    gone = rewire.with_companions(graph, graph.ops.filter(chosen)["op_id"])
+    graph = replace(graph, edges=rewire.undelayed(graph.edges, gone))
     if launches:
-        gone = _and_all_of(graph.edges.filter(pl.col("rule") == "launch"), "src", "dst", gone)
+        gone = rewire.and_launches(graph, gone)
     joins = graph.ops.filter(pl.col("kind") == "join").select(dst="op_id")
-    gone = _and_all_of(graph.edges.join(joins, on="dst", how="semi"), "dst", "src", gone)
-    return _without(graph, gone)
+    gone = rewire.and_all_of(graph.edges.join(joins, on="dst", how="semi"), "dst", "src", gone)
+    return rewire.without(graph, gone)
 
 
 def insert(
@@ -147,9 +145,10 @@ def insert(
 ) -> Graph:
     """Put an op after each chosen op, or before it; a delay is such an op too.
 
-    On the chosen op's own lane whatever waited for its end waits for the inserted op's; an op inserted before a
-    collective holds up its arrival. On another lane of its rank the op starts after the chosen one, in the order in
-    which the graph issues that lane's work, and nothing but that lane waits for it.
+    On the chosen op's own lane whatever waited for its end waits for the inserted op's, but for what it launched; an op
+    inserted before another waits for all that this one does, and one before a collective holds up its arrival. On
+    another lane of its rank the op starts after the chosen one, in the order in which the graph issues that lane's
+    work, and nothing but that lane waits for it.
 
     Parameters
     ----------
@@ -169,6 +168,8 @@ def insert(
     >>> whatif.insert(graph, pl.col("name") == "gemm", "cast", 3_000, kind="kernel")
     >>> whatif.insert(graph, pl.col("name") == "data_loader", "late input", 5_000_000, kind="unexplained", before=True)
     """
+    require(graph, "edges")
+    graph = replace(graph, ops=graph.ops[Plan.of(graph).row])  # in the order of the edges
     chosen = _chosen(graph, where)
     if kind not in INSERTED_KINDS:
         raise ScenarioError(f"an op of kind {kind!r} cannot be inserted; choose one of {', '.join(INSERTED_KINDS)}.")
@@ -182,7 +183,7 @@ def insert(
         beside="op_id", place=place, start_ns=pl.col("start_ns") + (0 if before else pl.col("dur_ns"))
     )
     new = graph.ops.with_columns(dur_ns=_whole_ns(graph.ops, dur_ns, chosen)).filter(chosen)
-    new = new.with_columns(beside=_heads(graph, new["op_id"]) if before else "op_id").drop("start_ns")
+    new = new.with_columns(beside=rewire.heads(graph, new["op_id"]) if before else "op_id").drop("start_ns")
     new = new.join(beside, on="beside", maintain_order="left").select(
         *("rank", "step", "phase", "layer", "micro_batch", "parent", "start_ns", "dur_ns", "beside"),
         op_id=n + pl.int_range(pl.len(), dtype=pl.Int64),
@@ -194,8 +195,9 @@ def insert(
     )  # fmt: skip
     ops = pl.concat([graph.ops.with_columns(place=place), new.drop("beside")], how="diagonal")
     ops = ops.sort("place", maintain_order=True).drop("place")
-    links = _between(graph, new, before=before) if lane is None else _on_lane(graph.edges, ops, new)
-    return replace(graph, ops=ops, edges=links)
+    if lane is not None:
+        return replace(graph, ops=ops, edges=rewire.on_lane(graph.edges, ops, new))
+    return replace(graph, ops=ops, edges=rewire.before(graph, new) if before else rewire.after(graph, new))
 
 
 def fuse(graph: Graph, where: pl.Expr, name: str, *, by: float = 1.0, dur_ns: int | pl.Expr | None = None) -> Graph:
@@ -229,7 +231,7 @@ def fuse(graph: Graph, where: pl.Expr, name: str, *, by: float = 1.0, dur_ns: in
     if by != 1.0 and dur_ns is not None:
         raise ScenarioError(f"by={by!r} and dur_ns={dur_ns!r} both say what a fused op takes; give one of them.")
     given = graph.ops.select("op_id", given_ns=pl.lit(None) if dur_ns is None else _whole_ns(graph.ops, dur_ns, chosen))
-    runs = _runs(graph, chosen).join(given, on="op_id")
+    runs = rewire.runs(graph, chosen).join(given, on="op_id")
     first = runs.group_by("run").agg(
         pl.col("op_id", "given_ns").first(),
         sum_ns=pl.col("dur_ns").sum(),
@@ -238,39 +240,15 @@ def fuse(graph: Graph, where: pl.Expr, name: str, *, by: float = 1.0, dur_ns: in
     first = _scaled(first, "sum_ns", pl.Series([True] * len(first), dtype=pl.Boolean), by)
     later = runs.join(first, on="op_id", how="anti")
     into = later.join(first.select("run", first="op_id"), on="run").select(src="op_id", first="first")
-    gone = _with_companions(graph, later["op_id"])
-    launches = _and_all_of(graph.edges.filter(pl.col("rule") == "launch"), "src", "dst", gone)
+    gone = rewire.with_companions(graph, later["op_id"])
+    launches = rewire.and_launches(graph, gone)
     edges = graph.edges.filter(~pl.col("dst").is_in(gone.implode()))
     edges = edges.join(into, on="src", how="left", maintain_order="left")
     edges = edges.with_columns(src=pl.coalesce("first", "src")).select(graph.edges.columns)
     fused = first.select("op_id", "flops", dur_ns=pl.coalesce("given_ns", "sum_ns"), name=pl.lit(name))
     fused = fused.with_columns(bytes=pl.lit(None, pl.Float64))
     ops = graph.ops.filter(~pl.col("op_id").is_in(gone.implode())).update(fused, on="op_id", include_nulls=True)
-    return _without(replace(graph, ops=ops, edges=edges), launches.filter(~launches.is_in(gone.implode())))
-
-
-def _runs(graph: Graph, chosen: pl.Series) -> pl.DataFrame:
-    """The chosen ops that make runs of two or more, in row order, with `run`."""
-    ops, edges = graph.ops.with_columns(chosen=chosen), graph.edges
-    companions = _companions(graph).join(ops.filter("chosen").select(dst="op_id"), on="dst", how="semi")
-    lane = ops.join(companions.select(op_id="src"), on="op_id", how="anti", maintain_order="left")
-    lane = lane.with_columns(pl.col("op_id", "chosen", "step").shift(1).over("rank", "lane").name.prefix("before_"))
-    # In-edges of the delay before an op are its own.
-    entering = edges.join(companions.select(dst="src", op="dst"), on="dst", how="left")
-    entering = entering.with_columns(op_id=pl.coalesce("op", "dst"))
-    entering = entering.filter(~pl.col("rule").is_in(["launch", "delay"])).select("op_id", before_op_id="src")
-    entered = entering.join(lane.select("op_id", "before_op_id"), on=["op_id", "before_op_id"], how="anti")["op_id"]
-    left_at_start = edges.filter("from_start")["src"]
-    begins = (
-        ~pl.col("before_chosen").fill_null(value=False)
-        | pl.col("step").ne_missing(pl.col("before_step"))
-        | pl.col("op_id").is_in(pl.concat([entered, left_at_start]).implode())
-    )
-    members = lane.sort("rank", "lane", maintain_order=True).filter("chosen").with_columns(run=begins.cum_sum())
-    runs = members.filter(pl.len().over("run") > 1)
-    if runs.is_empty():
-        raise ScenarioError("no two of the chosen ops follow one another on a lane; choose more ops, or other ones.")
-    return runs
+    return rewire.without(replace(graph, ops=ops, edges=edges), launches.filter(~launches.is_in(gone.implode())))
 
 
 def _evaluated(table: pl.DataFrame, asked: object, what: str, dtype: pl.DataType | None = None) -> pl.Series:
@@ -334,94 +312,3 @@ def _whole_ns(table: pl.DataFrame, dur_ns: object, chosen: pl.Series) -> pl.Seri
         found = given.filter(wrong)[0] if given.dtype.is_integer() else f"{given.dtype}"
         raise ScenarioError(f"dur_ns={dur_ns} gives {found}; give whole ns, 0 or more, as an integer.")
     return values
-
-
-def _companions(graph: Graph) -> pl.DataFrame:
-    """`src`, `dst`: rows that only exist for the one behind them: its delay, its arrival, its wait for absent ranks."""
-    about = graph.ops.select("op_id", "kind", "name", "rank", "lane", "collective")
-    ends = graph.edges.join(about, left_on="src", right_on="op_id").join(about, left_on="dst", right_on="op_id")
-    same_lane = (pl.col("rank") == pl.col("rank_right")) & (pl.col("lane") == pl.col("lane_right"))
-    enters = (pl.col("kind") == "event") & pl.col("collective").is_not_null() | (pl.col("name") == ABSENT)
-    return ends.filter((pl.col("rule") == "delay") | (same_lane & enters)).select("src", "dst").unique()
-
-
-def _with_companions(graph: Graph, op_id: pl.Series) -> pl.Series:
-    companions = _companions(graph)
-    while True:
-        more = companions.filter(
-            pl.col("dst").is_in(op_id.implode()) & ~pl.col("src").is_in(op_id.implode())
-        )["src"].unique()  # fmt: skip
-        if more.is_empty():
-            return op_id
-        op_id = pl.concat([op_id, more])
-
-
-def _heads(graph: Graph, op_id: pl.Series) -> pl.Series:
-    """The first companion of each op, or the op itself."""
-    before = dict(_companions(graph).select("dst", "src").iter_rows())
-    heads = []
-    for op in op_id:
-        while op in before:
-            op = before[op]
-        heads.append(op)
-    return pl.Series(heads, dtype=pl.Int64)
-
-
-def _and_all_of(edges: pl.DataFrame, holder: str, member: str, gone: pl.Series) -> pl.Series:
-    """`gone` and the holders all of whose members are gone."""
-    held = edges.group_by(holder).agg(pl.col(member).is_in(gone.implode()).all())
-    return pl.concat([gone, held.filter(pl.col(member))[holder]]).unique()
-
-
-def _between(graph: Graph, new: pl.DataFrame, *, before: bool) -> pl.DataFrame:
-    """The edges with each new op between the op that it is beside and what came after that, or before it."""
-    moved, ends = ("dst", ("op_id", "beside")) if before else ("src", ("beside", "op_id"))
-    stays = pl.col("from_start") & (not before)
-    swap = new.select(pl.col("beside").alias(moved), new="op_id")
-    edges = graph.edges.join(swap, on=moved, how="left", maintain_order="left")
-    edges = edges.with_columns(pl.when(stays).then(moved).otherwise(pl.coalesce("new", moved)).alias(moved))
-    order = pl.when(pl.col("device").is_null()).then(pl.lit("thread")).otherwise(pl.lit("stream"))
-    rule = pl.when((pl.col("kind") == "unexplained") & before).then(pl.lit("delay")).otherwise(order)
-    links = new.select(src=ends[0], dst=ends[1], rule=rule)
-    return pl.concat([edges.select(graph.edges.columns), _plain(links).select(graph.edges.columns)])
-
-
-def _on_lane(edges: pl.DataFrame, ops: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
-    """The edges with each new op after the one that it is beside, and in row order on the lane where it is."""
-    lane = ops.filter(pl.col("lane") == new["lane"][0])
-    order = "thread" if new["device"][0] is None else "stream"
-    pairs = lane.select(src=pl.col("op_id").shift(1).over("rank"), dst="op_id", rule=pl.lit(order)).drop_nulls()
-    is_new = pl.col("src").is_in(new["op_id"].implode()) | pl.col("dst").is_in(new["op_id"].implode())
-    links = pl.concat([new.select(src="beside", dst="op_id", rule=pl.lit("insert")), pairs.filter(is_new)])
-    return pl.concat([edges, _plain(links).select(edges.columns)])
-
-
-def _plain(links: pl.DataFrame) -> pl.DataFrame:
-    return links.with_columns(
-        lag_ns=pl.lit(0, pl.Int64), from_start=pl.lit(value=False), evidence=pl.lit("exact"), hard=pl.lit(value=True)
-    )
-
-
-def _without(graph: Graph, gone: pl.Series) -> Graph:
-    """The graph without ops; each op behind them comes after the ops before them, as it came after what is gone."""
-    is_gone = {end: pl.col(end).is_in(gone.implode()) for end in ("src", "dst")}
-    dropped = is_gone["dst"] & pl.col("rule").is_in(OWN_RULES) | is_gone["src"] & (pl.col("rule") == "collective")
-    edges = graph.edges.filter(~dropped)
-    ops = graph.ops[Plan.of(graph).row]
-    before: dict[int, dict[int, bool]] = {op: {} for op in ops.filter(pl.col("op_id").is_in(gone.implode()))["op_id"]}
-    into = edges.filter(is_gone["dst"]).group_by("dst").agg("src", "from_start").rows_by_key("dst", unique=True)
-    for op, found in before.items():  # in topological order
-        for src, from_start in zip(*into.get(op, ((), ())), strict=True):
-            for u, at_start in before.get(src, {src: from_start}).items():
-                found[u] = found.get(u, True) and at_start
-    bridges = [(op, u, at_start) for op, found in before.items() for u, at_start in found.items()]
-    schema = {"src": pl.Int64, "to": pl.Int64, "at_start": pl.Boolean}
-    bridged = edges.filter(is_gone["src"] & ~is_gone["dst"]).join(
-        pl.DataFrame(bridges, schema=schema, orient="row"), on="src", maintain_order="left"
-    ).with_columns(src="to", from_start="at_start")  # fmt: skip
-    kept = edges.filter(~is_gone["src"] & ~is_gone["dst"])
-    return replace(
-        graph,
-        ops=graph.ops.filter(~pl.col("op_id").is_in(gone.implode())),
-        edges=pl.concat([kept, bridged.select(kept.columns)]).unique(maintain_order=True),
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -9,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lumos_nb import whatif
+from lumos_nb import datasets, whatif
 from lumos_nb.critical_path import Result, replay, sweep
 from lumos_nb.errors import InputError, ScenarioError
-from lumos_nb.graph import Graph
+from lumos_nb.graph import Graph, build_graph
 from lumos_nb.steady import repeat
+from lumos_nb.traces.run import load_run
 from tests.test_critical_path import ORIGIN, edge, graph_of, graphs
 from tests.test_critical_path import op as plain_op
 from tests.trace_builder import Trace, second_step, step_us
@@ -56,6 +58,15 @@ def launched(kernels: list[tuple[str, int]], gap: int = 1) -> Graph:
 
 
 ABC = launched([("a", 10), ("b", 20), ("c", 30)])
+
+
+def test_edits_compose_and_leave_what_they_were_given():
+    before = (ABC.ops.clone(), ABC.edges.clone())
+    graph = whatif.scale(whatif.insert(whatif.remove(ABC, named("a")), named("b"), "new", 4, kind="kernel"), ALL, 2)
+    assert times(graph)["new"] == (2 + 2 + 4 + 3 + 40, 2 + 2 + 4 + 3 + 40 + 8)
+    assert ABC.ops.equals(before[0])
+    assert ABC.edges.equals(before[1])
+
 
 # --- scale ------------------------------------------------------------------------------------------------------------
 
@@ -214,6 +225,25 @@ def test_an_op_inserted_after_another_holds_up_what_waited_for_that():
     assert graph.ops["name"].to_list().index("cast") == graph.ops["name"].to_list().index("a") + 1
 
 
+def test_what_an_op_launched_does_not_wait_for_what_is_inserted_after_that():
+    graph = whatif.insert(ABC, named("launch a"), "hook", 7, kind="cpu")
+    assert times(graph)["a"] == (6, 16)
+    assert times(graph)["work b"] == (10, 11)
+
+
+def test_an_op_whose_delay_is_removed_still_waits_for_its_launch():
+    delay = op(30, "delay of a", 4, kind="unexplained")
+    edges = [e | {"dst": 30} if e["rule"] == "launch" and e["dst"] == 2 else e for e in ABC.edges.to_dicts()]
+    delayed = graph_of([*ABC.ops.to_dicts(), delay], [*edges, edge(30, 2, rule="delay")])
+    assert times(delayed)["a"] == (10, 20)
+    undelayed = whatif.remove(delayed, pl.col("kind") == "unexplained")
+    assert undelayed.edges.sort("src", "dst").equals(ABC.edges.sort("src", "dst"))
+    assert times(whatif.remove(delayed, named("a"))) == times(whatif.remove(ABC, named("a")))
+    twice = whatif.insert(delayed, named("a"), "late", 7, kind="unexplained", before=True)
+    assert times(twice)["a"] == (17, 27)
+    assert times(whatif.remove(twice, pl.col("kind") == "unexplained")) == times(ABC)
+
+
 def test_an_op_inserted_before_another_takes_over_what_that_waited_for():
     graph = whatif.insert(ABC, named("a"), "late", 7, kind="unexplained", before=True)
     assert times(graph)["late"] == (6, 13)
@@ -248,14 +278,25 @@ def test_an_inserted_delay_goes_with_the_op_that_it_delays():
 
 
 @settings(deadline=None, max_examples=40)
-@given(graph=graphs())
-def test_removing_what_was_inserted_gives_the_same_times(graph: Graph):
-    more = whatif.insert(graph, ALL, "new", 5, kind="cpu")
-    assert replay(more).makespan_ns >= replay(graph).makespan_ns
+@given(graph=graphs(), before=st.booleans())
+def test_removing_what_was_inserted_gives_the_same_times(graph: Graph, before: bool):
+    more = whatif.insert(graph, ALL, "new", 5, kind="cpu", before=before)
+    assert replay(more).makespan_ns >= replay(graph).makespan_ns + 5
     less = whatif.remove(more, pl.col("name") == "new")
     assert replay(less).ops.select("op_id", "start_ns").sort("op_id").equals(
         replay(graph).ops.select("op_id", "start_ns").sort("op_id")
     )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=40)
+@given(graph=graphs(), lane=st.sampled_from(["gpu0:7", "cpu:1", "cpu:9"]))
+def test_ops_on_another_lane_follow_theirs_one_after_the_other(graph: Graph, lane: str):
+    ops = replay(whatif.insert(graph, ALL, "new", 5, kind="cpu", lane=lane)).ops
+    new = ops.filter(pl.col("name") == "new").sort("rank", "start_ns")
+    assert new.height == graph.ops.height
+    assert (new.select(pl.col("start_ns").diff().over("rank").fill_null(5)).to_series() >= 5).all()
+    before_ns = replay(graph).ops.select((pl.col("start_ns") + pl.col("dur_ns")).sum()).item()
+    assert new["start_ns"].sum() >= before_ns
 
 
 @pytest.mark.parametrize(
@@ -364,3 +405,56 @@ def test_edits_and_repetition_commute(edit: Any, period_us: float):
     graph = second_step(busy)
     assert step_us(repeat(graph)) == 1000
     assert step_us(repeat(edit(graph))) == step_us(edit(repeat(graph))) == period_us
+
+
+def test_the_wait_of_a_blocking_copy_goes_with_the_copy():
+    def copying(trace: Trace, step: int, s: float) -> None:
+        trace.launch("k", (s + 10, s + 14), (s + 20, s + 420))
+        trace.copy("Memcpy DtoH (Device -> Pageable)", (s + 20, s + 505), (s + 420, s + 500))
+        trace.op("aten::after", s + 505, s + 605)
+
+    graph = repeat(second_step(copying))
+    without = whatif.remove(graph, pl.col("kind") == "memcpy")
+    assert without.ops.filter(pl.col("kind") == "wait").is_empty()
+    host_us = without.ops.filter(pl.col("device").is_null())["dur_ns"].sum() / 4 / 1000
+    assert step_us(without) == max(host_us, 400)
+    kept = whatif.remove(graph, pl.col("kind") == "memcpy", launches=False)
+    assert kept.ops.filter(pl.col("kind") == "wait").height == 4
+
+
+# --- real steps -------------------------------------------------------------------------------------------------------
+
+
+def busiest_ns(graph: Graph) -> int:
+    """What the busiest thread or stream has to do in the last step."""
+    own = graph.ops.filter((pl.col("kind") != "boundary") & (pl.col("step") == graph.step))
+    return int(own.group_by("rank", "lane").agg(pl.col("dur_ns").sum())["dur_ns"].max())  # type: ignore[arg-type]
+
+
+def test_without_communication_a_pipeline_takes_what_its_busiest_thread_does():
+    graph = repeat(build_graph(load_run(datasets.path("gpt-pp"))))
+    alone = whatif.remove(graph, pl.col("kind") == "comm")
+    assert replay(alone).step_ns == busiest_ns(alone) < replay(graph).step_ns
+    assert not set(alone.ops["kind"]) & {"join", "comm"}
+
+
+def test_edits_of_a_real_step_stay_within_what_anyone_can_add_up(traces: Path):
+    graph = repeat(build_graph(load_run(traces / "torchrec" / "sst_long_a2a_optimizer_4")))
+    base = replay(graph).step_ns
+    kernels, comm = pl.col("kind") == "kernel", pl.col("kind") == "comm"
+    halved = replay(whatif.scale(graph, kernels, 0.5)).step_ns
+    assert halved == pytest.approx(sweep(graph, [{"kernel": 0.5}])["step_ns"][0], abs=graph.ops.height)
+    no_comm = whatif.remove(graph, comm)
+    assert busiest_ns(no_comm) <= replay(no_comm).step_ns <= replay(whatif.scale(graph, comm, 0)).step_ns < base
+    no_device = whatif.remove(graph, kernels | comm | pl.col("kind").is_in(["memcpy", "memset"]))
+    assert busiest_ns(no_device) <= replay(no_device).step_ns < replay(no_comm).step_ns
+    delayed = whatif.insert(graph, kernels, "late", 10_000, kind="unexplained", before=True)
+    most = graph.ops.filter(kernels & (pl.col("step") == graph.step)).height
+    assert base < replay(delayed).step_ns <= base + most * 10_000
+    fused = whatif.fuse(graph, kernels, "fused")
+    assert fused.ops.filter(kernels)["dur_ns"].sum() == graph.ops.filter(kernels)["dur_ns"].sum()
+    assert fused.ops.filter(pl.col("kind") == "launch").height < graph.ops.filter(pl.col("kind") == "launch").height
+    assert (
+        replay(whatif.network(graph, comm, bandwidth_factor=2)).step_ns
+        == replay(whatif.scale(graph, comm, 0.5)).step_ns
+    )
