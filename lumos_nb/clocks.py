@@ -7,6 +7,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.hidden import find_hidden_collectives
+from lumos_nb.repairs import REPORT
 
 LAUNCH_FLOOR_NS = 1_000
 """No kernel starts earlier than this after its launch call starts; the shortest seen on idle streams is 2 to 4 us."""
@@ -14,7 +15,6 @@ LAUNCH_FLOOR_NS = 1_000
 MAX_EDGE_LOSS = 4
 """How many collectives more a rank may have lost at the end of its window than the rank that it is matched with."""
 
-REPORT = {"what": pl.String(), "rank": pl.Int32(), "count": pl.Int64(), "time_ns": pl.Int64(), "detail": pl.String()}
 """Columns of `Graph.report`."""
 
 CONTRADICTED = 0.1

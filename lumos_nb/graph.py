@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import polars as pl
 
-from lumos_nb import lanes, measure, rules
+from lumos_nb import lanes, measure, repairs, rules
 from lumos_nb.clocks import align_clocks
 from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import GraphError
-from lumos_nb.ops import build_ops, step_marks
+from lumos_nb.ops import ops_and_report, step_marks
 from lumos_nb.schema import DEVICE_KINDS, EDGES, EVENTS, OPS, require
 from lumos_nb.traces.export import Tables
 from lumos_nb.traces.run import Run
@@ -102,16 +102,19 @@ class Recording:
     def of(cls, run: Run) -> Recording:
         """Put a run's events on one clock and cut them into ops."""
         require(run, "events")
-        steps = _step_numbers(step_marks(EVENTS.check(run.events)))
-        ops, report = align_clocks(build_ops(run.events))
+        marks = step_marks(EVENTS.check(run.events))
+        events, marks, left_out = repairs.one_profile(run.events, marks)
+        ops, odd = ops_and_report(events)
+        ops, clocks = align_clocks(ops)
         ops, overlaps = lanes.in_turn(ops)
-        report = pl.concat([report, overlaps, _unlaunched(ops)])
+        report = pl.concat([left_out, odd, clocks, overlaps, repairs.unlaunched(ops)])
+        steps = tuple(marks["step"].unique().sort().to_list())
         stated = run.ranks["world_size"].max()
         held = run.ranks.height
         world_size = max(held, int(stated)) if isinstance(stated, int) else held
         if not steps:
-            report = pl.concat([report, _UNMARKED.cast(report.schema)])
-        return cls(identify(ops), sync_records(run.events), world_size, report, steps or (0,))
+            report = pl.concat([report, repairs.unmarked()])
+        return cls(identify(ops), sync_records(events), world_size, report, steps or (0,))
 
     def _step_defining(self) -> pl.DataFrame:
         """The ops whose ends make a step's end: device ops, or all where there is no device."""
@@ -176,39 +179,6 @@ class Recording:
         inner = times.filter(~pl.col("edge"))
         chosen = inner if inner.height else times
         return int(chosen.sort("step_ns")["step"][chosen.height // 2])
-
-
-def _step_numbers(marks: pl.DataFrame) -> tuple[int, ...]:
-    """The steps that the profiler marked, rising on each thread: else the steps of two profiles would be one."""
-    distinct = marks.unique(["rank", "thread", "step", "start_ns"]).sort("rank", "thread", "start_ns")
-    fallen = distinct.filter((pl.col("step").diff() <= 0).over("rank", "thread"))
-    for rank, step, start_ns in fallen.select("rank", "step", "start_ns").head(1).iter_rows():
-        raise GraphError(
-            f"rank {rank} marks step {step} (ProfilerStep#{step}, at {start_ns} ns) after a step of that or a higher "
-            "number: its trace holds more than one profile; give each a file, and load one."
-        )
-    return tuple(marks["step"].unique().sort().to_list())
-
-
-def _unlaunched(ops: pl.DataFrame) -> pl.DataFrame:
-    """How many device ops have no launch: because that was before the window, or because the trace lost it."""
-    backlog = pl.col("step").is_null()
-    what = pl.when(backlog).then(pl.lit("launched before the window")).otherwise(pl.lit("launches lost"))
-    unlaunched = ops.filter(pl.col("device").is_not_null() & pl.col("launch_ns").is_null())
-    counted = unlaunched.group_by("rank", what=what).agg(count=pl.len().cast(pl.Int64), time_ns=pl.col("dur_ns").sum())
-    detail = pl.lit("device ops that no call in the trace launched: they keep their order on their stream")
-    return counted.sort("rank", "what").select("what", "rank", "count", "time_ns", detail=detail)
-
-
-_UNMARKED = pl.DataFrame(
-    {
-        "what": ["no step marks"],
-        "rank": [None],
-        "count": [0],
-        "time_ns": [None],
-        "detail": ["the profiler marked no step (ProfilerStep#n), so the whole window is taken as step 0"],
-    }
-)
 
 
 def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | None = None) -> Graph:
@@ -300,22 +270,9 @@ def _rows_and_edges(
     edges = edges.filter(sound & pl.col("src").is_in(ids) & pl.col("dst").is_in(ids)).unique(
         ["src", "dst"], keep="first", maintain_order=True
     )
-    return rows, edges, [_estimates(streams, estimated)]
-
-
-def _estimates(streams: pl.DataFrame, estimated: pl.DataFrame) -> pl.DataFrame:
-    comm = streams.join(estimated, on="id", how="semi")
-    return (
-        comm.group_by("rank", maintain_order=True)
-        .agg(count=pl.len().cast(pl.Int64), time_ns=pl.col("dur_ns").sum())
-        .select(
-            what=pl.lit("transfers estimated"),
-            rank="rank",
-            count="count",
-            time_ns="time_ns",
-            detail=pl.lit("other ranks have no trace: the low quantile of equal calls; the rest is a wait of its own"),
-        )
-    )
+    detail = "other ranks have no trace: the low quantile of equal calls; the rest is a wait of its own"
+    comm = streams.join(estimated, on="id", how="semi").with_columns(time_ns="dur_ns")
+    return rows, edges, [repairs.counted("transfers estimated", comm, detail)]
 
 
 def _evidence(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from lumos_nb.calls import BLOCKING_COPIES, HOST_COLLECTIVE
+from lumos_nb.repairs import counted
 from lumos_nb.schema import DEVICE_KINDS
 
 ROLES = ARRIVAL, OWN, BLOCKED, WAIT_POINT, RECORD_POINT, DELAY, BACKLOG, ENGINE_RETURN, ABSENT_PEERS = tuple(range(9))
@@ -49,16 +50,13 @@ def in_turn(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     before_ns = pl.col("end_ns").cum_max().shift(1).over("rank", "lane")
     late = work.with_columns(from_ns=before_ns).filter(pl.col("start_ns") < pl.col("from_ns"))
     cut = late.with_columns(dur_ns=(pl.col("end_ns") - pl.col("from_ns")).clip(0))
-    lost_ns = pl.col("end_ns") - pl.col("start_ns") - pl.col("dur_ns")
-    report = cut.group_by("rank").agg(count=pl.len().cast(pl.Int64), time_ns=lost_ns.sum()).sort("rank")
     at = cut["op_id"]
     ops = ops.with_columns(
         start_ns=ops["start_ns"].scatter(at, cut["from_ns"]), dur_ns=ops["dur_ns"].scatter(at, cut["dur_ns"])
     )
-    detail = pl.lit("ops that begin before the one before them on their stream ends: they count from that end")
-    return ops, report.select(
-        what=pl.lit("overlaps on a stream"), rank="rank", count="count", time_ns="time_ns", detail=detail
-    )
+    detail = "ops that begin before the one before them on their stream ends: they count from that end"
+    lost_ns = pl.col("end_ns") - pl.col("start_ns") - pl.col("dur_ns")
+    return ops, counted("overlaps on a stream", cut.with_columns(time_ns=lost_ns), detail)
 
 
 def usual_issues(ops: pl.DataFrame, full_queue: pl.Series) -> pl.DataFrame:
@@ -154,7 +152,7 @@ def _arrivals(comm: pl.DataFrame) -> pl.DataFrame:
 def _event_points(waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     """Zero-length rows on stream lanes: a wait where a stream waits, and a record on the stream that it waits for."""
     about = calls.select("op_id", "step", "parent", "phase", "thread", "call_name", "site", "nth", call_ns="start_ns")
-    device = pl.col("lane").str.extract(r"^gpu(\d+):").cast(pl.Int32)
+    device = pl.col("lane").str.extract(r"^gpu(-?\d+):").cast(pl.Int32)
     stream_waits = waits.filter(pl.col("lane").is_not_null()).join(about, on="op_id")
     waiting = stream_waits.unique("op_id", maintain_order=True).with_columns(
         id=row_id("op_id", WAIT_POINT), name=pl.lit("wait"), issue_ns="call_ns"

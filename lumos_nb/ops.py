@@ -17,7 +17,9 @@ from lumos_nb.calls import (
     arguments,
     classify,
 )
+from lumos_nb.repairs import REPORT, counted
 from lumos_nb.schema import EVENTS, OPS
+from lumos_nb.scopes import layers_of
 from lumos_nb.threads import thread_ops
 
 RAW_COLUMNS: dict[str, pl.DataType] = {
@@ -85,9 +87,13 @@ def build_ops(events: pl.DataFrame) -> pl.DataFrame:
     >>> run = ln.load_run("runs/gpt")           # doctest: +SKIP
     >>> ln.build_ops(run.events).group_by("kind").len()  # doctest: +SKIP
     """
-    events = EVENTS.check(events)
-    events = _distinct_ids(events)
-    threads = thread_ops(events, step_marks(events))
+    return ops_and_report(events)[0]
+
+
+def ops_and_report(events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """`build_ops`, and what was irregular in the events (`Graph.report`)."""
+    events, ids = _distinct_ids(EVENTS.check(events))
+    threads, overlaps = thread_ops(events, step_marks(events), layers_of(events))
     nccl = (pl.col("kind") == "kernel") & pl.col("name").str.contains(COMM_KERNELS)
     device = _communication(_device_ops(events, threads), nccl)
     ops = pl.concat([_communication(threads, pl.col("call") == HOST_COLLECTIVE), device], how="diagonal_relaxed")
@@ -95,9 +101,16 @@ def build_ops(events: pl.DataFrame) -> pl.DataFrame:
     ops = ops.with_columns(
         op_id=pl.int_range(pl.len(), dtype=pl.Int64), bytes=pl.col("own_args").str.extract(_BYTES).cast(pl.Float64)
     )
+    nowhere = device.filter(pl.col("device") == NO_DEVICE).with_columns(time_ns="dur_ns")
+    detail = f"device ops that name no device: they are on streams of a device {NO_DEVICE}"
+    report = pl.concat([ids, overlaps, counted("no device named", nowhere, detail)])
     return ops.select(
         (pl.col(c) if c in ops.columns else pl.lit(None)).cast(dtype).alias(c) for c, dtype in _ALL_COLUMNS.items()
-    )
+    ), report
+
+
+NO_DEVICE = -1
+"""The device of work that names none: rather one of its own than the host's."""
 
 
 def step_marks(events: pl.DataFrame) -> pl.DataFrame:
@@ -113,20 +126,24 @@ def step_marks(events: pl.DataFrame) -> pl.DataFrame:
     return marks.with_columns(end_ns=pl.coalesce(following, "end_ns"))
 
 
-def _distinct_ids(events: pl.DataFrame) -> pl.DataFrame:
+def _distinct_ids(events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """No correlation id of 0 (it means none) nor one that launches share: work belongs to the last one before it."""
-    events = events.with_columns(pl.col("correlation").replace(0, None))
     is_call = pl.col("category").is_in(CALL_CATEGORIES)
-    ids = events.filter(is_call & pl.col("correlation").is_not_null()).select("rank", "correlation")
+    ids = events.select("rank", "correlation", "category").filter(is_call & (pl.col("correlation") != 0))
+    events = events.with_columns(pl.col("correlation").replace(0, None))
     distinct = ids.group_by("rank").agg(pl.col("correlation").n_unique() == pl.len())["correlation"]
     if distinct.all():
-        return events
+        return events, pl.DataFrame(schema=REPORT)
+    ids = ids.select("rank", "correlation")
     shared = ids.filter(ids.is_duplicated()).unique()
     launches = (is_call & (classify(pl.col("name"), CALL_PATTERNS) == "launch")).fill_null(value=False)
     nth = launches.cum_sum().over("rank", "correlation", order_by="start_ns")
     fresh = (pl.struct("correlation", nth=nth).hash(8) // 2).cast(pl.Int64)
     again = pl.struct("rank", "correlation").is_in(shared.to_struct().implode()) & (nth > 1)
-    return events.with_columns(correlation=pl.when(again).then(fresh).otherwise("correlation"))
+    detail = "launches whose correlation id an earlier launch has: work of that id belongs to the last one before it"
+    twice = events.filter(launches & again).with_columns(time_ns=0)
+    events = events.with_columns(correlation=pl.when(again).then(fresh).otherwise("correlation"))
+    return events, counted("correlation ids used again", twice, detail)
 
 
 _BYTES = r'"bytes":\s*(\d+)'
@@ -183,15 +200,15 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
             "rank",
             "event_id",
             "name",
-            "device",
-            "stream",
             "start_ns",
             "dur_ns",
             "correlation",
+            pl.col("device").fill_null(NO_DEVICE),
+            pl.col("stream").fill_null(NO_DEVICE),
             own_args="args",
             kind=pl.col("category").replace_strict(DEVICE_CATEGORIES),
-            lane=pl.format("gpu{}:{}", pl.col("device"), pl.col("stream")),
         )
+        .with_columns(lane=pl.format("gpu{}:{}", "device", "stream"))
         .sort("rank", "device", "stream", "start_ns", "event_id")
     )
     device = pl.concat([device, _host_comm(events, host)], how="diagonal_relaxed")

@@ -8,6 +8,7 @@ import polars as pl
 
 from lumos_nb.errors import GraphError, SchemaError
 from lumos_nb.graph import KEPT, Graph
+from lumos_nb.rules import QUEUE
 from lumos_nb.schema import DEVICE_KINDS, EDGES, OPS, require
 
 
@@ -113,13 +114,12 @@ def _queue(graph: Graph, own: pl.DataFrame, times: int) -> pl.DataFrame:
     transfers = own.filter(pl.col("kind") == "comm").select("rank", "correlation", transfer="op_id")
     launched = launched.join(delays, on="dst", how="left")
     launched = launched.join(own.select("rank", "start_ns", "correlation", src="op_id"), on="src")
-    launched = launched.join(transfers, on=["rank", "correlation"], how="left").sort("rank", "start_ns", "src")
+    launched = launched.join(own.select("device", dst="op_id"), on="dst")
+    launched = launched.join(transfers, on=["rank", "correlation"], how="left").sort(*QUEUE, "start_ns", "src")
     launched = launched.with_columns(work=pl.coalesce("transfer", "behind", "dst"))
     size = int(graph.ops["op_id"].max()) + 1  # type: ignore[arg-type]
     queue = pl.col("rank").replace_strict(dict(graph.queue_sizes), default=None, return_dtype=pl.Int64)
-    per_step = launched.with_columns(
-        number=pl.int_range(pl.len()).over("rank"), count=pl.len().over("rank"), size=queue
-    )
+    per_step = launched.with_columns(number=pl.int_range(pl.len()).over(QUEUE), count=pl.len().over(QUEUE), size=queue)
     all_steps = pl.concat(
         [
             per_step.with_columns(
@@ -130,8 +130,8 @@ def _queue(graph: Graph, own: pl.DataFrame, times: int) -> pl.DataFrame:
             for n in range(times)
         ]
     )
-    before = all_steps.select("rank", room="place", blocker="work")
-    pairs = all_steps.with_columns(room=pl.col("place") - pl.col("size")).join(before, on=["rank", "room"])
+    before = all_steps.select(*QUEUE, room="place", blocker="work")
+    pairs = all_steps.with_columns(room=pl.col("place") - pl.col("size")).join(before, on=[*QUEUE, "room"])
     return _edge(pairs.select(src="blocker", dst="src", ago=pl.lit(0)), "queue").with_columns(
         evidence=pl.lit("pattern")
     )

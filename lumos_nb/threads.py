@@ -18,7 +18,7 @@ from lumos_nb.calls import (
     STEP_MARK,
     classify,
 )
-from lumos_nb.scopes import layers_of
+from lumos_nb.repairs import counted
 
 FRAME_CATEGORIES = ("cpu_op", "user_annotation")
 
@@ -29,16 +29,16 @@ _SHAPES = rf'"Input Dims":\s*({_LIST})'
 _DTYPE = r'"Input type":\s*\[[^\]]*?"([^"\]]+)"'
 
 
-def thread_ops(events: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
-    """The calls of all threads of all ranks and the stretches between them, by rank, thread and time."""
-    calls, frames, lanes = _by_lane(events)
+def thread_ops(events: pl.DataFrame, marks: pl.DataFrame, layers: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The calls of all threads of all ranks and the stretches between them, by rank, thread and time; overlaps."""
+    calls, frames, lanes = _by_lane(events, layers)
     ranks = _numbers(lanes["rank"])
     of_rank = np.searchsorted(_numbers(marks["rank"]), np.stack([ranks, ranks + 1], axis=1))
     lane, start, end, call, mark = call_stacks.cut(
         *frames.tops(lanes.height), *_edges(calls, lanes.height), of_rank, _numbers(marks["start_ns"])
     )
     inner = frames.innermost_at(lane, start, strictly=call >= 0)
-    rows = rows_at(calls.drop("lane", "start_ns", "end_ns"), call).with_columns(
+    rows = rows_at(calls.drop("lane", "start_ns", "end_ns", "over_ns"), call).with_columns(
         *rows_at(lanes.select("rank", "thread", lane=pl.format("cpu:{}", "thread")), lane).get_columns(),
         *frames.around(inner, is_call=call >= 0),
         start_ns=pl.Series(start),
@@ -48,14 +48,18 @@ def thread_ops(events: pl.DataFrame, marks: pl.DataFrame) -> pl.DataFrame:
     is_call, is_gap = pl.col("call").is_not_null(), pl.col("call_name").is_null() & pl.col("parent").is_null()
     last = pl.Series(np.append(lane[1:] != lane[:-1], [True])[: lane.size])
     after = pl.when(last).then(None).otherwise(pl.coalesce("parent", "call_name").shift(-1)).fill_null("the next step")
-    return rows.with_columns(
+    rows = rows.with_columns(
         name=pl.coalesce("call_name", "parent", pl.lit("before ") + pl.when(is_gap).then(after)),
         kind=pl.coalesce("kind", pl.when(pl.col("parent").is_null()).then(pl.lit("gap")).otherwise(pl.lit("cpu"))),
         site=pl.when(is_call).then(pl.struct(pl.col("path"), name="call_name").hash(2)),
         launch_ns=pl.when(is_call).then("start_ns"),
         shapes=pl.col("args").str.extract(_SHAPES),
         dtype=pl.col("args").str.extract(_DTYPE),
-    ).drop("path", "args")
+    )
+    over = pl.concat([calls.select("lane", "over_ns"), frames.overlaps()]).filter(pl.col("over_ns") > 0)
+    over = over.select(rank=lanes["rank"].gather(over["lane"]), time_ns="over_ns")
+    detail = "calls and operators that end after the next or the outer one has: calls end there, operators stay inside"
+    return rows.drop("path", "args"), counted("overlaps on a thread", over, detail)
 
 
 def _steps(marks: pl.DataFrame, of_rank: Int64s, lane: Int64s, mark: Int64s) -> pl.Series:
@@ -102,7 +106,7 @@ _PHASE = (
 )
 
 
-def _by_lane(events: pl.DataFrame) -> tuple[pl.DataFrame, _Frames, pl.DataFrame]:
+def _by_lane(events: pl.DataFrame, layers: pl.DataFrame) -> tuple[pl.DataFrame, _Frames, pl.DataFrame]:
     """The calls and the frames of all threads, each with its `lane`; and the lanes, `rank` and `thread` of each."""
     category, call = pl.col("category"), pl.col("call")
     is_call, is_collective = category.is_in(CALL_CATEGORIES), category == COLLECTIVE_CATEGORY
@@ -124,7 +128,7 @@ def _by_lane(events: pl.DataFrame) -> tuple[pl.DataFrame, _Frames, pl.DataFrame]
     work = work.with_columns(lane=pl.Series(np.searchsorted(lanes["lane"], work["lane"])))
     calls = _sorted(work.filter(call.is_not_null()), "event_id")
     frames = _sorted(work.filter(call.is_null() & ~(is_call | pl.col("ignored"))), -pl.col("end_ns"))
-    return _calls(calls, words), _Frames(frames, words, layers_of(events)), lanes
+    return _calls(calls, words), _Frames(frames, words, layers), lanes
 
 
 def _numbers(column: pl.Series) -> Int64s:
@@ -152,12 +156,14 @@ _KINDS = {
 def _calls(calls: pl.DataFrame, words: pl.DataFrame) -> pl.DataFrame:
     """Calls without overlap on their thread: rounding and nesting make some end after the next one starts."""
     meant = words[calls["word"]]
+    end_ns = pl.min_horizontal("end_ns", pl.col("start_ns").shift(-1).over("lane"))
     return calls.select(
         "lane",
         "start_ns",
         "call",
         "event_id",
-        end_ns=pl.min_horizontal("end_ns", pl.col("start_ns").shift(-1).over("lane")),
+        end_ns=end_ns,
+        over_ns=pl.col("end_ns") - end_ns,
         correlation=pl.coalesce(meant["label_id"], "correlation"),
         own_args=pl.when(pl.col("call") == HOST_COLLECTIVE).then("args"),
         label=pl.when(pl.col("labelled").is_not_null()).then("name"),
@@ -210,6 +216,11 @@ class _Frames:
     def tops(self, lanes: int) -> tuple[Int64s, Int64s]:
         """`_edges` of the outermost ones."""
         return _edges(self.table[np.flatnonzero(self.top == np.arange(self.top.size))], lanes)
+
+    def overlaps(self) -> pl.DataFrame:
+        """How much later than the one around it each frame ends: `lane`, `over_ns`."""
+        outer = np.where(self.parent >= 0, self.end[self.parent], self.end)
+        return pl.DataFrame({"lane": self.lane, "over_ns": self.end - outer})
 
     def innermost_at(self, lane: Int64s, at: Int64s, strictly: NDArray[np.bool_]) -> Int64s:
         """The innermost one open at each time, -1 if none; `strictly` if it must have begun before."""

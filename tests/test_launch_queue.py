@@ -95,6 +95,42 @@ def test_each_rank_has_a_queue_of_its_own():
     assert queue_size(outstanding(recording_of(one, other).ops), cuda=True) == {0: 150, 1: 200}
 
 
+def two_devices(size: int = 150, steps: int = 6) -> Trace:
+    """One thread that launches to two devices in turn; the second is fast and never has more than one outstanding."""
+    trace = Trace(world_size=1)
+    ends: list[float] = []
+    now = last = 0.0
+    for step in range(1, steps + 1):
+        begin = now
+        for _ in range(PER_STEP):
+            back = max(now, ends[-size] if len(ends) >= size else now) + 2
+            start = max(back + 4, last)
+            last = start + 10
+            ends.append(last)
+            trace.launch("slow", (now, back), (start, last), device=0)
+            trace.launch("fast", (back, back + 1), (back + 5, back + 6), device=1)
+            now = back + 1
+        trace.step(step, begin, now)
+    return trace
+
+
+def test_each_device_of_a_rank_has_a_queue_of_its_own():
+    work = outstanding(recording_of(two_devices(steps=12)).ops)
+    assert work.group_by("device").agg(pl.col("outstanding").max()).sort("device").rows() == [(0, 150), (1, 1)]
+    assert queue_size(work, cuda=True) == {0: 150}
+
+
+def test_a_full_queue_holds_up_the_launches_to_its_own_device_only():
+    graph = graph_of_step_4(two_devices())
+    queue = graph.edges.filter(pl.col("rule") == "queue")
+    launched = graph.edges.filter(pl.col("rule") == "launch").join(graph.ops, left_on="dst", right_on="op_id")
+    waits_for = queue.join(graph.ops.select(src="op_id", awaited="name"), on="src")
+    pairs = waits_for.join(launched.select("name", dst="src"), on="dst").select("name", "awaited")
+    assert sorted(pairs.unique().rows()) == [("fast", "fast"), ("slow", "slow")]
+    assert steady_us(graph) == 1500
+    assert steady_us(scaled(graph, slow=0.5)) == 750
+
+
 # --- what it does to a step -------------------------------------------------------------------------------------------
 
 

@@ -127,18 +127,6 @@ def test_times_that_an_int64_cannot_add_up_are_refused(graph: Graph, table: str,
 # --- traces
 
 
-@pytest.mark.parametrize(
-    "numbers", [(5, 5, 6, 7), (7, 6, 5, 4), (1, 2, 1, 2)], ids=["twice the same", "falling", "from the start again"]
-)
-def test_marks_of_two_profiles_in_a_file_are_no_steps_of_one(numbers: tuple[int, ...]) -> None:
-    trace = Trace()
-    for place, number in enumerate(numbers):
-        trace.step(number, place * 1000, place * 1000 + 1000)
-        usual(trace, number, place * 1000)
-    with pytest.raises(GraphError, match=r"rank 0 marks step \d \(ProfilerStep#.*more than one profile"):
-        recording_of(trace)
-
-
 def test_an_event_that_stands_twice_and_a_mark_that_does_count_once() -> None:
     trace = repeated(usual)
     trace.rows += [row | {"event_id": row["event_id"] + 1000} for row in trace.rows]

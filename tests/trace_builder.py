@@ -66,7 +66,8 @@ class Trace:
     ) -> None:
         """Work on a stream, without the call that launched it."""
         category = columns.pop("category", "kernel")
-        self._add(category, name, start, end, device=0, stream=stream, correlation=correlation, **columns)
+        place = {"device": columns.pop("device", 0), "stream": stream, "correlation": correlation}
+        self._add(category, name, start, end, **place, **columns)
 
     def launch(
         self,
