@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lumos_nb import datasets
 from lumos_nb.critical_path import replay
 from lumos_nb.errors import InputError, ScenarioError, SchemaError
 from lumos_nb.graph import Graph, Recording, build_graph
@@ -156,6 +157,17 @@ def test_a_result_and_known_columns_are_needed():
 def test_a_graph_without_joins_has_no_waiting():
     assert caused(program((0, "a", 10), (1, "a", 50))) == {0: [0, 0], 1: [0, 0]}
     assert waiting_caused(replay(program((0, "a", 10))), by="name").is_empty()
+
+
+def test_the_rank_that_was_delayed_on_purpose_causes_the_waiting():
+    recording = Recording.of(load_run(datasets.path("gpt-ddp-delay")))
+    long_delay = pl.col("name") == "delay=40ms"
+    for rank, step in recording.ops.filter(long_delay).select("rank", "step").iter_rows():
+        result = replay(build_graph(recording, step))
+        assert waiting_caused(result)["rank"][0] == rank
+        worst = waiting_caused(result, by=["rank", "name"]).row(0, named=True)
+        assert (worst["rank"], worst["name"]) == (rank, "delay=40ms")
+        assert worst["waiting_caused_ns"] == pytest.approx(40e6, rel=0.25)
 
 
 # --- without them -----------------------------------------------------------------------------------------------------
