@@ -14,7 +14,7 @@ import importlib.util
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 
@@ -24,7 +24,9 @@ R = TypeVar("R")
 _uncached: list[str] = []
 
 
-def jit(signature: str, *, parallel: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def jit(
+    signature: str, *, parallel: bool = False, allocates: bool = True
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Compile the decorated function now, for `signature`, without Python's lock and with numpy's division by zero.
 
     Parameters
@@ -34,6 +36,9 @@ def jit(signature: str, *, parallel: bool = False) -> Callable[[Callable[P, R]],
         another compilation.
     parallel
         Let `numba.prange` loops run on several threads.
+    allocates
+        False: the function makes no array, so that it need not count references to those it is given: kernels that call
+        each other once an op spend half their time on that.
 
     Examples
     --------
@@ -44,7 +49,8 @@ def jit(signature: str, *, parallel: bool = False) -> Callable[[Callable[P, R]],
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         def compiled(*, cache: bool) -> Callable[P, R]:
-            wrapped = numba.njit(signature, cache=cache, nogil=True, parallel=parallel, error_model="numpy")(function)
+            options: dict[str, Any] = {"nogil": True, "parallel": parallel, "error_model": "numpy", "_nrt": allocates}
+            wrapped = numba.njit(signature, cache=cache, **options)(function)
             return cast("Callable[P, R]", wrapped)
 
         try:

@@ -234,28 +234,32 @@ def _run(plan: Plan, graph: Graph, setup: _Setup) -> tuple[Int64s, pl.DataFrame]
     n, e = len(plan.row), len(plan.edge)
     src, dst = plan.src.astype(np.int32), np.repeat(np.arange(n, dtype=np.int32), np.diff(plan.ptr))
     stream = setup.stream[plan.row]
-    op = np.full((n, len(kernels.FIELDS)), -1, np.int64)
-    op[:, kernels.READY], op[:, kernels.MISSING] = 0, np.diff(plan.ptr)
+    op = np.full((n, kernels.N_FIELDS), -1, np.int64)
+    op[:, kernels.READY], op[:, kernels.MISSING], op[:, kernels.PLACE] = 0, np.diff(plan.ptr), 0
     op[:, kernels.DUR], op[:, kernels.STREAM] = plan.dur_ns, stream
     op[stream >= 0, kernels.BEFORE] = kernels.UNISSUED
     calls = graph.edges["rule"].is_in(ISSUE_RULES).fill_null(value=False).to_numpy()[plan.edge]
     issues = calls & (stream[src] < 0) & (stream[dst] >= 0)
     issued = np.zeros(n, np.bool_)
     issued[dst[issues]] = True
-    kernels.chain_followers(op, plan.ptr, plan.src, issued)
+    kernels.chain_followers(op, plan.ptr, plan.src, issued, np.empty((n, 2), np.int64))
     place = pl.DataFrame({"dst": graph.ops["op_id"].gather(plan.row), "at": np.arange(n)})
     frame = setup.syncs.join(place, on="dst").sort("at", "stream")
     syncs = np.full((len(frame), 5), -1, np.int64)
     syncs[:, : kernels.LAST] = frame.select("at", "stream", "lag_ns").to_numpy()
     op[syncs[::-1, kernels.OF], kernels.SYNC] = np.arange(len(syncs))[::-1]
     out = order_by(src, np.arange(e, dtype=np.int32), n)
-    lag_ns = graph.edges["lag_ns"].to_numpy()[plan.edge]
     kind = kernels.AFTER_START * plan.from_start + kernels.ISSUES * issues
-    edges = np.column_stack([dst[out], lag_ns[out], kind[out]])
+    lag_ns = graph.edges["lag_ns"].to_numpy()[plan.edge]
+    edges = offsets(src, n), np.column_stack([dst, lag_ns, kind])[out]
+    pool, demand = np.take(setup.pool, plan.row, 1), np.take(setup.demand, plan.row, 1)
+    kinds, m = pool.shape[0], len(setup.kind_of)
+    pools = np.column_stack([setup.kind_of, setup.in_turn, np.full((m, 2), -1), np.zeros(m)]).astype(np.int64)
     tail = np.full(int(stream.max(initial=-1)) + 1, -1, np.int32)
-    pool, priority = np.take(setup.pool, plan.row, axis=1), setup.priority[plan.row]
-    demand = np.take(setup.demand, plan.row, axis=1)
-    kernels.run(op, offsets(src, n), edges, tail, syncs, pool, priority, demand, setup.kind_of, setup.in_turn)
+    events, stack = np.zeros((n + 1, 2), np.int64), np.zeros(m + 1, np.int64)
+    after, priority, share = np.full((kinds, n), -1, np.int32), setup.priority[plan.row], np.ones((kinds, n))
+    work = np.zeros((2, n if kinds else 0))
+    kernels.run(op, events, *edges, tail, syncs, pools, stack, pool, after, priority, demand, share, work)
     return op, frame.with_columns(last=pl.Series(syncs[:, kernels.LAST]))
 
 

@@ -325,12 +325,15 @@ def test_room_made_in_a_pool_is_on_the_critical_path():
 
 
 def test_ops_that_wait_for_each_other_are_named():
-    graph = work(1)
-    crossed = graph_of([], [edge(6, 5, rule="event")]).edges
-    graph = replace(graph, edges=pl.concat([graph.edges.filter("hard"), crossed]))
-    assert starts(simulate(replace(graph, ops=work(9).ops), Resources()))[5] == 40
-    with pytest.raises(GraphError, match=r"after 7 ns nothing can run any more, and 2 of 6 op\(s\) have not") as error:
-        simulate(graph, Resources())
+    crossed = graph_of([op(7, "kernel", 4, "gpu0:20")], [edge(6, 7, rule="event"), edge(7, 5, rule="event")])
+
+    def graph(before_a: int) -> Graph:
+        ops, edges = work(before_a).ops, work(before_a).edges.filter("hard")
+        return Graph(pl.concat([ops, crossed.ops]), pl.concat([edges, crossed.edges]), step=1)
+
+    assert starts(simulate(graph(9), Resources()))[5] == 44
+    with pytest.raises(GraphError, match=r"after 7 ns nothing can run any more, and 3 of 7 op\(s\) have not") as error:
+        simulate(graph(1), Resources())
     assert "op 5 (kernel 'kernel', rank 0, gpu0:7)" in str(error.value)
     assert "op 6 (kernel 'kernel', rank 0, gpu0:7)" in str(error.value)
 
