@@ -28,7 +28,7 @@ def format_bytes(size_bytes: float) -> str:
 
 def format_share(share: float) -> str:
     """A fraction as a percentage with one decimal: `0.1234` is `"12.3 %"`."""
-    return f"{100 * share:.1f} %"
+    return f"{round(100 * share, 1) + 0.0:.1f} %"  # plus zero: what rounds to nothing has no sign
 
 
 def text_table(frame: pl.DataFrame, *, caption: str = "", max_rows: int = 20) -> str:

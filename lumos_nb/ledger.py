@@ -259,7 +259,7 @@ def read_ledger(path: str | Path) -> pl.DataFrame:
 def run_digest(run: Run) -> str:
     """A hash of the content of all files of a run, whatever they are called; LumosError if one is gone."""
     digest = hashlib.sha256()
-    for path in run.ranks["path"]:
+    for path in dict.fromkeys(run.ranks["path"]):
         try:
             with Path(path).open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())

@@ -119,7 +119,7 @@ class Report:
     def __repr__(self) -> str:
         parts = [self.title, textwrap.fill(self.summary, LINE_CHARACTERS)]
         for section in self.sections:
-            table = text_table(_shortened(section.table), max_rows=TEXT_ROWS) if section.table.height else ""
+            table = text_table(_shortened(section.table), max_rows=TEXT_ROWS) if section.table.height else "(none)"
             note = textwrap.fill(section.note, LINE_CHARACTERS)
             parts.append("\n".join(part for part in (section.title.upper(), note, table) if part))
         return "\n\n".join(parts)
@@ -186,7 +186,7 @@ def step_report(
     said = changes[-1].select("change", "times").row(0, named=True) if scales else {}
     times = recording.step_times()
     tables = {
-        "steps": times.select("step", "step_ns", "edge"),
+        "steps": times.select("step", "edge", time_ns="step_ns"),
         "prediction": pl.DataFrame() if scored is None else scored.select(_SCORED).rename(_AS_SHARES),
         "breakdown": parts_by_rank(result),
         "path": path_by_name(result),
@@ -215,10 +215,10 @@ def _asked(graph: Graph, scales: Mapping[str, float]) -> pl.DataFrame:
 
 
 def _named(run: Run, world_size: int) -> str:
-    paths = [Path(path) for path in run.ranks["path"]]
-    name = paths[0].absolute().parent.name if len(paths) > 1 else paths[0].name
-    if len(paths) < world_size:
-        return f"{name}: {len(paths)} of {world_size} ranks, what the others did is estimated"
+    held, files = run.ranks.height, run.ranks["path"].unique().to_list()
+    name = Path(files[0]).name if len(files) == 1 else Path(files[0]).absolute().parent.name
+    if held < world_size:
+        return f"{name}: {held} of {world_size} ranks, what the others did is estimated"
     return f"{name}, {world_size} rank{'s' if world_size > 1 else ''}"
 
 
@@ -255,7 +255,7 @@ def _about_steps(recording: Recording) -> str:
 
 def _about_errors(scored: pl.DataFrame | None, step: int) -> str:
     if scored is None:
-        return "None: it takes another step besides the first, steps that take time, and to be asked for."
+        return "It takes another step besides the first, steps that take time, and to be asked for."
     own = format_share(scored.filter(pl.col("step") == step)["own_share"].item())
     return (
         "From a step's own computation; launch latencies, gaps, waits and transfers are the other steps'. Null: the "
@@ -340,12 +340,18 @@ def write_report(report: Report, folder: str | Path, *, run: Run | None = None) 
     return [Path(folder) / name for name in writers]
 
 
+_QUALIFIERS = r"^void |(?:\(anonymous namespace\)|\w+)::|\([^()]*\)$"
+"""What a long name can do without: where a function lives and what it is passed."""
+
+
 def _shortened(table: pl.DataFrame, most: int | None = None) -> pl.DataFrame:
     """Texts cut to `most` characters, or to what a line of text has room for."""
     limits = {name: most for name, dtype in table.schema.items() if dtype == pl.String} if most else NAME_CHARACTERS
     cut = {}
     for name in limits.keys() & set(table.columns):
-        text, room = pl.col(name), limits[name]
+        room, text = limits[name], pl.col(name)
+        if not most:
+            text = pl.when(text.str.len_chars() > room).then(text.str.replace_all(_QUALIFIERS, "")).otherwise(text)
         cut[name] = pl.when(text.str.len_chars() > room).then(text.str.head(room - 1) + "…").otherwise(text)
     return table.with_columns(**cut)
 
@@ -356,7 +362,7 @@ def _sections(sections: Sequence[Section]) -> str:
         table = html_table(_shortened(section.table, HTML_CHARACTERS), max_rows=HTML_ROWS)
         parts.append(
             f'<section id="{section.key}"><h2>{html.escape(section.title)}</h2><p>{html.escape(section.note)}</p>'
-            f'<div class="table">{table if section.table.height else ""}</div></section>'
+            f'<div class="table">{table if section.table.height else "(none)"}</div></section>'
         )
     return "".join(parts)
 

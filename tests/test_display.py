@@ -32,7 +32,7 @@ def test_a_time_is_read_in_its_natural_unit(time_ns, text):
 
 def test_sizes_have_decimal_prefixes_and_shares_are_percentages():
     assert [format_bytes(size) for size in (512, 4_096, 2_500_000, 3e9)] == ["512 B", "4.10 kB", "2.50 MB", "3.00 GB"]
-    assert format_share(0.1234) == "12.3 %"
+    assert [format_share(share) for share in (0.1234, -0.0004, math.nan)] == ["12.3 %", "0.0 %", "nan %"]
 
 
 FRAME = pl.DataFrame(

@@ -155,6 +155,22 @@ def test_text_and_json_have_every_section(report):
     assert rows["breakdown"][0]["step_ns"] == report["breakdown"]["step_ns"][0]
 
 
+def test_a_long_name_is_cut_where_it_says_least(report):
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, at::Array<int> >(int)"
+    table = pl.DataFrame({"name": [name, "aten::mul", "y" * 99], "share": [0.5, 0.25, 0.25]})
+    path = reports.Section("path", "Path", "", table)
+    text = str(replace(report, sections=(path,)))
+    assert "vectorized_elementwise_kernel<4, CUDAFunctor_add<float>…" in text
+    assert "aten::mul" in text
+    assert "y" * 55 + "…" in text
+
+
+def test_a_section_without_rows_says_so(report):
+    empty = replace(report, sections=(reports.Section("waits", "Waits", "", pl.DataFrame({"rank": []})),))
+    assert str(empty).endswith("WAITS\n(none)")
+    assert "(none)" in Page(empty.page()).texts
+
+
 class Page(HTMLParser):
     """Tags with their attributes, and texts."""
 
