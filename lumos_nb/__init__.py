@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lumos_nb.recorder import Recorder as Recorder
     from lumos_nb.recorder import capture as capture
     from lumos_nb.report import step_report as step_report
+    from lumos_nb.resampling import jitter as jitter
     from lumos_nb.steady import repeat as repeat
     from lumos_nb.stragglers import waiting_caused as waiting_caused
     from lumos_nb.stragglers import with_pooled_durations as with_pooled_durations
@@ -58,6 +59,7 @@ _MODULES = {
     "lumos_nb.stragglers": ("waiting_caused", "with_pooled_durations", "without_stragglers"),
     "lumos_nb.evaluate": ("delayed_steps", "mechanistic", "score_waits", "what_ifs"),
     "lumos_nb.findings": ("exposed_communication", "waits_for"),
+    "lumos_nb.resampling": ("jitter",),
     "lumos_nb.ledger": ("check_prediction", "read_ledger", "save_prediction"),
     "lumos_nb.report": ("step_report",),
     "lumos_nb.recorder": ("Recorder", "capture"),

@@ -28,12 +28,13 @@ MAGIC = (
     (rb"SQLite format 3\0", NSYS),
     (rb"PAR1", TIMELINE),
     (rb"\{\s*\"\d+\"\s*:\s*\{.{0,200}\"fwd_start\"", SCHEDULE),
-    (rb"(?:\xef\xbb\xbf)?\s*\[\s*\{.{0,200}\"(?:forward|backward)-(?:compute|send|recv)\"", TIMELINE),
+    (rb"(?:\xef\xbb\xbf)?\s*\[\s*\{.{0,4000}\"(?:forward|backward)-(?:compute|send|recv)\"", TIMELINE),
     (rb"(?:\xef\xbb\xbf)?\s*\[", KINETO),
 )
 """First bytes -> format."""
 
 REFUSED_MAGIC = (
+    (rb"\xff\xfe|\xfe\xff|\0*[\[{]\0", "UTF-16 or UTF-32 text", "convert it to UTF-8, for example with iconv"),
     (rb".{257}ustar", "a tar archive", "load_run takes it, by the ending .tar, .tar.gz or .tgz"),
     (rb"PK\x03\x04", "a zip archive", "unpack it, and load the folder that comes out"),
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ def read_schedule(path: str | Path) -> Trace:
 
     Each iteration is a step. The file holds computation alone: what stage s sends to the next (forward) or the one
     before (backward) is implied, and noted as such. A send takes no time of its sender; a receive lasts from the op
-    before it until its computation begins, so that waiting for the other stage is not taken for work. All ranks begin a
-    step together; it lasts as long as the slowest says (`total`).
+    before it until its computation begins, so that waiting for the other stage is not taken for work. A step lasts as
+    long as the slowest rank says (`total`); each rank's clock is set by the messages that it exchanges in the step.
 
     Raises
     ------
@@ -39,18 +40,15 @@ def read_schedule(path: str | Path) -> Trace:
         The file is damaged, or no iteration in it is whole; the message names what it lacks.
     """
     path = Path(path)
-    steps = _iterations(path)
-    rank, others = _rank_and_others(path)
-    lengths = {step: it["total"] for step, it in steps.items()}
-    for other in others:
-        for step, it in _iterations(other).items():
-            lengths[step] = max(lengths.get(step, 0.0), it["total"])
-    last_stage = max([rank, *(_rank_and_others(o)[0] for o in others)])
+    rank, files = _files(path)
+    job = {number: _iterations(file) for number, file in files.items()}
+    steps, stages = job[rank], max(job) + 1
     rows, begin_ms = [], 0.0
-    for step, length_ms in sorted(lengths.items()):
+    for step in sorted({step for its in job.values() for step in its}):
         if step in steps:
-            rows += _step_rows(steps[step], step, begin_ms, rank, last_stage, length_ms)
-        begin_ms += length_ms
+            zero_ms = begin_ms + _late_ms(job, step, rank)
+            rows += _step_rows(steps[step], step, begin_ms, zero_ms, rank, stages)
+        begin_ms += max(its[step]["total"] for its in job.values() if step in its)
     events = pl.DataFrame(rows, schema=["name", "category", "start_ns", "dur_ns", "args"], orient="row")
     events = events.with_row_index("event_id").with_columns(rank=pl.lit(rank), thread=pl.lit(THREAD))
     events = events.with_columns(pl.lit(None).alias(c) for c in EVENTS.columns if c not in events.columns)
@@ -58,22 +56,38 @@ def read_schedule(path: str | Path) -> Trace:
     implied = events.filter(pl.col("category") == "collective").height
     notes = [
         ("implied", implied, "sends and receives between stages, which the file leaves to the pipeline's order"),
-        ("clock", len(others), "other ranks' files beside this one, which say how long each step lasted"),
+        ("clock", len(files) - 1, "other ranks' files beside this one, by which steps are timed and clocks set"),
     ]
     return Trace(
         EVENTS.check(events.select(pl.col(c).cast(dtype) for c, dtype in EVENTS.columns.items())),
-        {"ranks": [rank], "event_count": passes, "layout": {"pipeline_parallel": last_stage + 1}},
+        {"ranks": [rank], "event_count": passes, "layout": {"pipeline_parallel": stages}},
         pl.DataFrame(notes, schema=NOTES, orient="row"),
     )
 
 
-def _rank_and_others(path: Path) -> tuple[int, list[Path]]:
-    """The rank in the file's name, 0 if there is none, and the files of the other ranks beside it."""
+def _files(path: Path) -> tuple[int, dict[int, Path]]:
+    """The rank in the file's name, 0 if there is none, and the files of all ranks beside it, by rank."""
     found = NAME.fullmatch(path.name)
     if not found:
-        return 0, []
-    beside = [p for p in sorted(path.parent.iterdir()) if (m := NAME.fullmatch(p.name)) and m[1] == found[1]]
-    return int(found[2]), [p for p in beside if p != path]
+        return 0, {0: path}
+    beside = [(NAME.fullmatch(file.name), file) for file in sorted(path.parent.iterdir())]
+    return int(found[2]), {int(m[2]): file for m, file in beside if m and m[1] == found[1]}
+
+
+def _late_ms(job: Mapping[int, Mapping[int, Iteration]], step: int, rank: int) -> float:
+    """How much later than the first stage's the clock of `rank` began in `step`.
+
+    Each rank counts from its own begin of the step. Between two neighbours the quickest message takes as long one way
+    as the other, as in Cristian's (1989) estimate of a remote clock.
+    """
+    late_ms = 0.0
+    for stage in range(1, rank + 1):
+        above, here = (job.get(s, {}).get(step) for s in (stage - 1, stage))
+        if above and here and above["fwd_end"] and here["bwd_end"]:
+            ahead = min(b - a for a, b in zip(above["fwd_end"], here["fwd_start"], strict=False))
+            back = min(b - a for a, b in zip(here["bwd_end"], above["bwd_start"], strict=False))
+            late_ms += (back - ahead) / 2
+    return late_ms
 
 
 def _iterations(path: Path) -> dict[int, Iteration]:
@@ -102,10 +116,12 @@ def _iterations(path: Path) -> dict[int, Iteration]:
 
 
 def _step_rows(
-    it: Iteration, step: int, begin_ms: float, stage: int, last_stage: int, length_ms: float
+    it: Iteration, step: int, begin_ms: float, zero_ms: float, stage: int, stages: int
 ) -> list[tuple[str, str, int, int, str]]:
+    """Rows of one rank and step that began at `begin_ms`, when the rank's clock showed `begin_ms - zero_ms`."""
+
     def ns(ms: float) -> int:
-        return round((begin_ms + ms) * 1e6)
+        return round((zero_ms + ms) * 1e6)
 
     def message(direction: str, source: int, sink: int, micro_batch: int, way: str) -> str:
         words = {"Collective name": way, "Process Group Name": direction, "Group size": 2}
@@ -118,16 +134,17 @@ def _step_rows(
         for direction, keys in PASSES.items()
         for micro_batch, (begin, end) in enumerate(zip(*(it[key] for key in keys), strict=True))
     )
-    rows = [(f"ProfilerStep#{step}", "user_annotation", ns(0), ns(length_ms) - ns(0), "{}")]
-    before = 0.0
+    begin_ns = round(begin_ms * 1e6)
+    rows = [(f"ProfilerStep#{step}", "user_annotation", begin_ns, ns(it["total"]) - begin_ns, "{}")]
+    before = begin_ms - zero_ms
     for begin, end, direction, micro_batch in passes:
         ahead = 1 if direction == "forward" else -1
-        if 0 <= stage - ahead <= last_stage:
+        if 0 <= stage - ahead < stages:
             words = message(direction, stage - ahead, stage, micro_batch, "recv")
             start = min(before, begin)
             rows.append((f"{direction}-recv", "collective", ns(start), ns(begin) - ns(start), words))
         rows.append((direction, "cpu_op", ns(begin), ns(end) - ns(begin), json.dumps({"micro_batch": micro_batch})))
-        if 0 <= stage + ahead <= last_stage:
+        if 0 <= stage + ahead < stages:
             words = message(direction, stage, stage + ahead, micro_batch, "send")
             rows.append((f"{direction}-send", "collective", ns(end), 0, words))
         before = max(before, end)
