@@ -71,8 +71,11 @@ def scale_lags(graph: Graph, where: pl.Expr, by: float | pl.Expr) -> Graph:
     require(graph, "edges")
     led_to = graph.ops.rename({"op_id": "dst"})
     edges = graph.edges.join(led_to, on="dst", how="left", maintain_order="left")
-    scaled = _scaled(edges, "lag_ns", _mask(edges, where, "edge"), by)
-    return replace(graph, edges=scaled.select(graph.edges.columns))
+    chosen = _mask(edges, where, "edge")
+    if not chosen.any():
+        rules = ", ".join(graph.edges["rule"].drop_nulls().unique().sort())
+        raise ScenarioError(f"{where} chooses no edge; the graph's rules are {rules or 'none'}.")
+    return replace(graph, edges=_scaled(edges, "lag_ns", chosen, by, "edge").select(graph.edges.columns))
 
 
 def network(graph: Graph, where: pl.Expr, *, bandwidth_factor: float = 1.0, latency_ns: int = 0) -> Graph:
@@ -91,7 +94,7 @@ def network(graph: Graph, where: pl.Expr, *, bandwidth_factor: float = 1.0, late
     --------
     >>> whatif.network(graph, pl.col("group") == "tp", bandwidth_factor=2)
     """
-    if isinstance(bandwidth_factor, bool) or not bandwidth_factor > 0:
+    if not bandwidth_factor > 0:
         raise ScenarioError(f"bandwidth_factor={bandwidth_factor!r}: give a number above 0, 2 for twice as fast.")
     chosen = _chosen(graph, where, only=("comm",))
     ops = _scaled(graph.ops, "dur_ns", chosen, 1 / bandwidth_factor)
@@ -290,9 +293,9 @@ def _chosen(graph: Graph, where: object, only: tuple[str, ...] | None = None) ->
     return chosen
 
 
-def _scaled(table: pl.DataFrame, column: str, chosen: pl.Series, by: object) -> pl.DataFrame:
+def _scaled(table: pl.DataFrame, column: str, chosen: pl.Series, by: object, what: str = "op") -> pl.DataFrame:
     """The table with an int64 column of ns multiplied where `chosen`."""
-    factor = _evaluated(table, by, "op", pl.Float64())
+    factor = _evaluated(table, by, what, pl.Float64())
     wrong = chosen & ~(factor.is_finite() & (factor >= 0)).fill_null(value=False)
     scaled = (table[column] * factor).fill_nan(None)
     for row in (wrong | (chosen & (scaled >= LONGEST_NS))).arg_true().head(1):

@@ -96,6 +96,10 @@ def test_scaling_lags_goes_by_the_edge_and_the_op_that_it_leads_to():
     graph = whatif.scale_lags(ABC, (pl.col("rule") == "launch") & (pl.col("name") == "a"), 2)
     assert times(graph)["a"] == (9, 19)
     assert times(whatif.scale_lags(ABC, pl.col("rule") == "launch", 0))["a"] == (3, 13)
+    with pytest.raises(ScenarioError, match="chooses no edge; the graph's rules are launch, stream, thread"):
+        whatif.scale_lags(ABC, pl.col("rule") == "queue", 0)
+    with pytest.raises(ScenarioError, match="cannot be evaluated on the edge table"):
+        whatif.scale_lags(ABC, pl.col("rule") == "launch", pl.col("latency"))
 
 
 @settings(deadline=None, max_examples=40)
@@ -374,8 +378,9 @@ def test_a_faster_network_shortens_transfers_but_no_waiting():
 def test_a_network_needs_communication_and_a_bandwidth():
     with pytest.raises(ScenarioError, match="chooses only ops of kind kernel"):
         whatif.network(ABC, named("a"), bandwidth_factor=2)
-    with pytest.raises(ScenarioError, match="bandwidth_factor=0"):
-        whatif.network(joined(10, 50), ALL, bandwidth_factor=0)
+    for factor in (0, -1, float("nan")):
+        with pytest.raises(ScenarioError, match="bandwidth_factor="):
+            whatif.network(joined(10, 50), ALL, bandwidth_factor=factor)
 
 
 # --- repeated graphs --------------------------------------------------------------------------------------------------
