@@ -7,7 +7,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.hidden import find_hidden_collectives
-from lumos_nb.repairs import REPORT
+from lumos_nb.repairs import REPORT, counted
 
 LAUNCH_FLOOR_NS = 1_000
 """No kernel starts earlier than this after its launch call starts; the shortest seen on idle streams is 2 to 4 us."""
@@ -42,7 +42,11 @@ def align_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     ops, shifts = shift_device_clocks(ops)
     ops = match_collectives(ops)
     ops, offsets = align_ranks(ops)
-    reports = [shifts, offsets]
+    nobody = ops.filter(pl.col("collective").is_in(MESSAGES) & pl.col("match").is_null())
+    detail = (
+        "messages that name neither number nor peer, in a group of more than two ranks: their waiting is an estimate"
+    )
+    reports = [shifts, offsets, counted("messages unmatched", nobody.with_columns(time_ns="dur_ns"), detail)]
     if ops["rank"].n_unique() > 1:
         ops, hidden = find_hidden_collectives(ops)
         reports.append(hidden)
@@ -81,11 +85,11 @@ def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
 
     By group and sequence number where the trace has them; else by group and type, counted from the end of each rank's
     window, since ranks lose different numbers at its start. A rank that lost some at its end is shifted until the
-    ends of its collectives keep the steadiest distance from those of the rank that has most.
+    ends of its collectives keep the steadiest distance from those of the rank that has most. Messages that name
+    neither number nor peer match where only two ranks can have exchanged them.
     """
-    comm = ops.filter(pl.col("kind") == "comm").select(
-        "op_id", "rank", "collective", "group", "comm_seq", "peer", "start_ns", "dur_ns"
-    )
+    columns = ("op_id", "rank", "collective", "group", "group_size", "comm_seq", "peer", "start_ns", "dur_ns")
+    comm = _with_peers(ops.select("kind", *columns).filter(pl.col("kind") == "comm"))
     comm = comm.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"), number=pl.lit(None, pl.Int64))
     # A message is one thing on both its ranks: a send there is a receive here.
     message = pl.col("collective").is_in(["send", "recv"]) & pl.col("peer").is_not_null()
@@ -107,6 +111,29 @@ def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
     key = pl.struct(pl.col("group").fill_null(""), "kind", "number")
     table = table.with_columns(match=key.rank("dense").cast(pl.Int64))
     return ops.join(table.select("op_id", "match"), on="op_id", how="left", maintain_order="left")
+
+
+MESSAGES = ("send", "recv", "send_recv")
+
+
+def _with_peers(comm: pl.DataFrame) -> pl.DataFrame:
+    """Communication ops; of the messages that name nobody those with one possible peer, and that peer."""
+    nameless = pl.col("collective").is_in(MESSAGES) & pl.col("peer").is_null() & pl.col("comm_seq").is_null()
+    key = pl.col("group").fill_null("")
+    ranks = (
+        comm.filter(nameless)
+        .group_by(key)
+        .agg(
+            ranks=pl.col("rank").unique(),
+            pair=(pl.col("rank").n_unique() <= 2) & (pl.col("group_size").max().fill_null(2) == 2),
+        )
+    )
+    found = comm.with_columns(key=key).join(ranks, left_on="key", right_on="group", how="left", maintain_order="left")
+    single = pl.col("ranks").list.len() == 2
+    other = pl.when(nameless & single & (pl.col("collective") != "send_recv")).then(
+        pl.col("ranks").list.sum() - pl.col("rank")
+    )
+    return found.filter(~nameless | pl.col("pair")).with_columns(peer=pl.coalesce("peer", other.cast(pl.Int32)))
 
 
 def _number_from_end(part: pl.DataFrame) -> pl.DataFrame:
@@ -141,23 +168,23 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
     Method: the median over collectives of this rank's end minus the lowest rank's, on symmetric collectives if there
     are any. A message ends later on the rank that receives it: the two directions are taken apart, and their mean is
-    the offset. A rank that the lowest never meets is aligned with those that were aligned before it. Clocks stay as
-    they are where shifts would let many collectives end before their last rank had arrived (`CONTRADICTED`): then it
-    is not its clock by which a rank ends later than the others.
+    the offset. A rank that the lowest never meets is aligned with those that were aligned before it. Where a line
+    through the medians of at least `DRIFT_STEPS` steps fits clearly better than a constant, the clock also drifts.
+    Clocks stay as they are where shifts would let many collectives end before their last rank had arrived
+    (`CONTRADICTED`): then it is not its clock by which a rank ends later than the others.
     """
     ends = ops.filter(pl.col("match").is_not_null()).select(
-        "match", "rank", "collective", end_ns=pl.col("start_ns") + pl.col("dur_ns")
+        "match", "rank", "step", "collective", end_ns=pl.col("start_ns") + pl.col("dur_ns")
     )
     first = pl.lit((ends if ends.height else ops)["rank"].min(), pl.Int32)
-    offsets = pl.select(rank=first, offset=pl.lit(0, pl.Int64), residual=pl.lit(0, pl.Int64), count=pl.lit(0, pl.Int64))
+    origin_ns = pl.lit(ends["end_ns"].min(), pl.Int64)
+    zero = pl.lit(0, pl.Int64)
+    offsets = pl.select(rank=first, offset=zero, drift=pl.lit(0.0), residual=zero, count=zero)
     pools = (ends.filter(pl.col("collective").is_in(SYMMETRIC)), ends)
-    while found := [rows for pool in pools if (rows := _offsets(pool, offsets)).height]:
+    while found := [rows for pool in pools if (rows := _offsets(pool, offsets, origin_ns)).height]:
         offsets = pl.concat([offsets, found[0]])
     offsets = offsets.filter(pl.col("rank") != first).sort("rank")
-    shifted = ops.join(offsets.select("rank", "offset"), on="rank", how="left", maintain_order="left").with_columns(
-        start_ns=pl.col("start_ns") - pl.col("offset").fill_null(0),
-        launch_ns=pl.col("launch_ns") - pl.col("offset").fill_null(0),
-    )
+    shifted = _corrected(ops, offsets, origin_ns)
     if (worse := _contradicted(shifted)) > max(CONTRADICTED, _contradicted(ops)):
         detail = f"shifts by collectives' ends would let {worse:.0%} of them end before their last rank has arrived"
         kept = {"what": "rank clocks kept", "rank": None, "count": offsets.height, "time_ns": 0, "detail": detail}
@@ -168,10 +195,13 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         count="count",
         time_ns=-pl.col("offset"),
         detail=pl.format(
-            "to make {} collectives end with rank {}'s; they are {} ns apart after it (median)",
+            "to make {} collectives end with rank {}'s; they are {} ns apart after it (median){}",
             "count",
             first,
             "residual",
+            pl.when(pl.col("drift") != 0)
+            .then(pl.format("; its clock gains {} ns a second", (pl.col("drift") * 1e9).round().cast(pl.Int64)))
+            .otherwise(pl.lit("")),
         ),
     )
     alone = ops.select("rank").unique().filter(pl.col("rank") != first).join(offsets, on="rank", how="anti")
@@ -182,7 +212,23 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         time_ns=pl.lit(None, pl.Int64),
         detail=pl.format("no collective ties it to rank {}: its clock is as it was", first),
     )
-    return shifted.drop("offset"), pl.concat([report, unknown])
+    return shifted, pl.concat([report, unknown])
+
+
+def _right(at_ns: str, origin_ns: pl.Expr) -> pl.Expr:
+    """A time on its rank's clock -> on the lowest rank's."""
+    drifted = ((pl.col(at_ns) - origin_ns) * pl.col("drift")).round().cast(pl.Int64)
+    return pl.col(at_ns) - pl.col("offset") - drifted
+
+
+def _corrected(ops: pl.DataFrame, offsets: pl.DataFrame, origin_ns: pl.Expr) -> pl.DataFrame:
+    """Ops on the lowest rank's clock; what touches on a lane still does, since ends are corrected like starts."""
+    if offsets.is_empty():
+        return ops
+    rows = ops.join(offsets.select("rank", "offset", "drift"), on="rank", how="left", maintain_order="left")
+    rows = rows.with_columns(pl.col("offset", "drift").fill_null(0), end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+    rows = rows.with_columns(_right(column, origin_ns) for column in ("start_ns", "end_ns", "launch_ns"))
+    return rows.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns")).drop("offset", "drift", "end_ns")
 
 
 def _contradicted(ops: pl.DataFrame) -> float:
@@ -192,27 +238,43 @@ def _contradicted(ops: pl.DataFrame) -> float:
     return float(matched["early"].sum() / max(matched.height, 1))
 
 
-def _offsets(ends: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
-    """`rank`, `offset`, `residual`, `count` of the ranks that share collectives with those of known offset."""
-    base = (
-        ends.join(known, on="rank")
-        .sort("rank")
-        .group_by("match")
-        .agg(base_ns=(pl.col("end_ns") - pl.col("offset")).first())
-    )
-    apart = (
-        ends.join(known, on="rank", how="anti")
-        .join(base, on="match")
-        .with_columns(
-            apart=pl.col("end_ns") - pl.col("base_ns"),
-            way=pl.when(pl.col("collective").is_in(["send", "recv"])).then("collective"),
-        )
-    )
+DRIFT_STEPS = 3
+DRIFT_GAIN = 0.5
+"""A line must leave at most this share of what a constant leaves between the ends of collectives (median)."""
+
+
+def _offsets(ends: pl.DataFrame, known: pl.DataFrame, origin_ns: pl.Expr) -> pl.DataFrame:
+    """`rank`, `offset`, `drift`, `residual`, `count` of the ranks that share collectives with those of known offset."""
+    base = ends.join(known, on="rank").sort("rank").group_by("match").agg(base_ns=_right("end_ns", origin_ns).first())
+    way = pl.when(pl.col("collective").is_in(["send", "recv"])).then("collective")
+    apart = ends.join(known, on="rank", how="anti").join(base, on="match").with_columns(way=way)
+    apart = apart.with_columns(apart=pl.col("end_ns") - pl.col("base_ns"), at_ns=pl.col("end_ns") - origin_ns)
+    apart = apart.with_columns(off=pl.col("apart") - pl.col("apart").median().over("rank", "way"))
     each_way = apart.group_by("rank", "way").agg(
-        pl.col("apart").median(), residual=(pl.col("apart") - pl.col("apart").median()).abs().median(), count=pl.len()
+        pl.col("apart").median(), residual=pl.col("off").abs().median(), count=pl.len()
     )
-    return each_way.group_by("rank").agg(
-        offset=pl.col("apart").mean().round().cast(pl.Int64),
-        residual=pl.col("residual").max().cast(pl.Int64),
-        count=pl.col("count").sum().cast(pl.Int64),
+    constant = each_way.group_by("rank").agg(
+        offset=pl.col("apart").mean(), residual=pl.col("residual").max(), count=pl.col("count").sum().cast(pl.Int64)
     )
+    lines = [line for part in apart.partition_by("rank") if (line := _drift(part)) is not None]
+    drifts = pl.DataFrame(lines, schema=["rank", "drift", "at_origin", "left"], orient="row").cast({"rank": pl.Int32})
+    return constant.join(drifts, on="rank", how="left").select(
+        "rank",
+        offset=(pl.col("offset") + pl.col("at_origin").fill_null(0)).round().cast(pl.Int64),
+        drift=pl.col("drift").cast(pl.Float64).fill_null(0.0),
+        residual=pl.coalesce("left", "residual").cast(pl.Int64),
+        count="count",
+    )
+
+
+def _drift(apart: pl.DataFrame) -> tuple[int, float, float, float] | None:
+    """Rank, drift, its part of the offset and what it leaves, where a line through its steps' medians is better."""
+    steps = apart.drop_nulls("step").group_by("step").agg(pl.col("at_ns", "off").median())
+    if steps.height < DRIFT_STEPS:
+        return None
+    drift, at_origin = np.polyfit(steps["at_ns"].to_numpy(), steps["off"].to_numpy(), 1)
+    left = (apart["off"] - drift * apart["at_ns"] - at_origin).abs().median()
+    before = apart["off"].abs().median()
+    if not (isinstance(left, float) and isinstance(before, float) and left <= DRIFT_GAIN * before and before > 0):
+        return None
+    return int(apart["rank"][0]), float(drift), float(at_origin), left

@@ -246,10 +246,15 @@ def _communication(ops: pl.DataFrame, which: pl.Expr) -> pl.DataFrame:
     comm = comm.drop("dtype").with_columns(arguments(comm["own_args"], COMM_ARGUMENTS))
     stated = classify(pl.col("Collective name"), COMM_TYPES)
     around = classify(pl.col("around"), COMM_TYPES)
+    comm = comm.with_columns(told=pl.coalesce(stated, around))
+    # A kernel whose launch is not in the trace is what all others of its name on its stream are.
+    least, most = (bound.over("rank", "lane", "name") for bound in (pl.col("told").min(), pl.col("told").max()))
+    like_others = pl.when(least == most).then(least)
+    by_name = classify(pl.col("name"), COMM_TYPES)
     elements = pl.max_horizontal("In msg nelems", "Out msg nelems")
     comm = comm.select(
         "at",
-        pl.coalesce(stated, around, classify(pl.col("name"), COMM_TYPES), pl.lit("unknown")).alias("collective"),
+        pl.coalesce("told", like_others, by_name, pl.lit("unknown")).alias("collective"),
         group=pl.col("Process Group Name"),
         group_size=pl.col("Group size").cast(pl.Int32, strict=False),
         comm_bytes=elements * pl.col("dtype").replace_strict(ELEMENT_BYTES, default=None),

@@ -290,8 +290,8 @@ def _caller_waits(calls: pl.DataFrame) -> pl.DataFrame:
 def _collective_waits(calls: pl.DataFrame) -> pl.DataFrame:
     """`Work.wait`: the caller's stream waits for a collective.
 
-    It is the one that the same operator issued last, else the one that
-    its thread issued first and has not waited for yet.
+    It is the one that the same operator issued last, else the one that its thread issued first and has not waited for
+    yet. A thread that issues none waits for those of the rank's other threads.
     """
     # DDP waits for its buckets at the end of backward, outside every operator.
     within = pl.coalesce("around", "parent").str.contains(COLLECTIVE_WAITS).fill_null(value=True).any().over("site_key")
@@ -301,22 +301,28 @@ def _collective_waits(calls: pl.DataFrame) -> pl.DataFrame:
     rows = calls.filter((takes & pl.col("plain_after").is_not_null()) | pl.col("to_comm")).sort(
         "rank", "start_ns", "op_id"
     )
+    issuers = set(rows.filter("to_comm").select("rank", "thread").iter_rows())
     columns = ("rank", "thread", "to_comm", "target", "top_frame", "site_key")
     taken: list[int | None] = []
-    waiting: dict[
-        tuple[int, int], dict[int, tuple[int, int | None]]
-    ] = {}  # (rank, thread) -> site -> (collective, operator)
+    # (rank, thread) -> site -> (collective, operator); thread None stands for all threads of the rank
+    waiting: dict[tuple[int, int | None], dict[int, tuple[int, int | None]]] = {}
     for rank, thread, is_comm, target, operator, site in rows.select(columns).iter_rows():
-        issued = waiting.setdefault((rank, thread), {})
+        own = (rank, thread) if (rank, thread) in issuers else (rank, None)
+        issued = waiting.setdefault(own, {})
         if is_comm:
-            issued.pop(site, None)  # the same collective of an earlier step, which nobody waited for
-            issued[site] = (target, operator)
+            for place in (issued, waiting.setdefault((rank, None), {})):
+                place.pop(site, None)  # the same collective of an earlier step, which nobody waited for
+                place[site] = (target, operator)
         if is_comm or not issued:
             taken.append(None)
             continue
         last = next(reversed(issued))
         same = operator is not None and issued[last][1] == operator
-        taken.append(issued.pop(last if same else next(iter(issued)))[0])
+        chosen = last if same else next(iter(issued))
+        collective = issued.pop(chosen)
+        if waiting[rank, None].get(chosen) == collective:
+            del waiting[rank, None][chosen]
+        taken.append(collective[0])
     waits = rows.with_columns(issued=pl.Series(taken, dtype=pl.Int64)).filter(pl.col("issued").is_not_null())
     return _candidates(waits, 1, "wait for a collective", lane="plain_after", target="issued")
 

@@ -153,6 +153,42 @@ def test_a_send_matches_the_receive_of_its_peer_and_no_other():
     assert matched(match_collectives(ops_of(first, second, third))) == [{0: 20, 1: 22}, {1: 50, 2: 52}]
 
 
+def nameless(rank: int, *kinds: str, group_size: int | None = None) -> Trace:
+    """A rank whose kernels send and receive, 100 each, without a word about whom they speak to."""
+    trace = Trace(rank)
+    for n, kind in enumerate(kinds):
+        args = {"Collective name": kind} | ({"Group size": group_size} if group_size else {})
+        if kind:
+            trace.device("ncclDevKernel_SendRecv", 100 * n, 100 * n + 90 + rank, stream=20, args=args)
+    return trace
+
+
+def test_nameless_messages_of_two_ranks_match_a_send_with_a_receive():
+    ops = match_collectives(ops_of(nameless(0, "send", "recv", "send"), nameless(1, "recv", "send", "recv")))
+    assert matched(ops) == [{0: 90, 1: 91}, {0: 190, 1: 191}, {0: 290, 1: 291}]
+    kinds = ops.filter(pl.col("match").is_not_null()).group_by("match").agg(pl.col("collective").sort())
+    assert kinds["collective"].to_list() == [["recv", "send"]] * 3
+
+
+@pytest.mark.parametrize(
+    "traces",
+    [
+        pytest.param([("send", ""), ("recv", "send"), ("", "recv")], id="three ranks in a row"),
+        pytest.param([("send_recv",)] * 4, id="four ranks that exchange"),
+    ],
+)
+def test_nameless_messages_of_more_ranks_match_nobody_and_are_reported(traces: list[tuple[str, ...]]):
+    ops, report = align_clocks(ops_of(*(nameless(rank, *kinds) for rank, kinds in enumerate(traces))))
+    assert matched(ops) == []
+    unmatched = report.filter(pl.col("what") == "messages unmatched")
+    assert unmatched["count"].sum() == ops.height
+
+
+def test_two_ranks_of_a_larger_group_may_have_spoken_to_others():
+    traces = [nameless(0, "send", group_size=4), nameless(1, "recv", group_size=4)]
+    assert matched(match_collectives(ops_of(*traces))) == []
+
+
 # --- rank against rank ------------------------------------------------------------------------------------------------
 
 
@@ -227,3 +263,51 @@ def test_the_device_is_shifted_before_the_rank_and_both_are_reported():
     ]
     assert starts(ops, 1)["early"] == 4
     assert starts(ops, 1)["aten::mm"] == 20 - 7
+
+
+def drifting(rank: int, steps: int, gain: float, jitter_us: float = 0) -> Trace:
+    """Three collectives a step of 100 ms, which end together, on a clock that gains `gain` of the time that passes."""
+    trace = Trace(rank)
+
+    def shown(at: float) -> float:
+        return 7_000 * rank + at * (1 + gain)
+
+    for step in range(1, steps + 1):
+        begin = 100_000 * (step - 1)
+        trace.step(step, shown(begin), shown(begin + 100_000))
+        for n in range(3):
+            end = begin + 20_000 * n + 15_000
+            late = jitter_us * (1 if (step + n) % 2 else -1)
+            call = (shown(end - 9_000), shown(end - 8_990))
+            trace.launch("ncclKernel_AllReduce", call, (shown(end - 5_000) + late, shown(end) + late), stream=20)
+    return trace
+
+
+def apart_us(ops: pl.DataFrame) -> float:
+    """The most that the ends of one collective are apart."""
+    ends = ops.filter(pl.col("match").is_not_null()).with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+    return float(ends.group_by("match").agg(pl.col("end_ns").max() - pl.col("end_ns").min())["end_ns"].max()) / 1000
+
+
+def test_a_clock_that_drifts_is_corrected_along_a_line():
+    ops, report = align_clocks(ops_of(drifting(0, 4, 0), drifting(1, 4, 50e-6)))
+    assert apart_us(ops) < 0.1
+    assert report.filter(pl.col("rank") == 1)["detail"].item().endswith("its clock gains 49998 ns a second")
+    on_lane = ops.filter((pl.col("rank") == 1) & pl.col("device").is_null()).sort("start_ns")
+    ends = on_lane.select(pl.col("start_ns") + pl.col("dur_ns")).to_series()
+    assert ends[:-1].equals(on_lane["start_ns"][1:].alias("start_ns"), check_names=False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "gain", "jitter_us"),
+    [
+        pytest.param(2, 50e-6, 0, id="two steps are a line through any clock"),
+        pytest.param(4, 0, 0, id="a clock that keeps time"),
+        pytest.param(4, 10e-6, 20, id="less than the ends of collectives differ anyway"),
+    ],
+)
+def test_no_drift_is_claimed_without_clear_evidence(steps: int, gain: float, jitter_us: float):
+    ops, report = align_clocks(ops_of(drifting(0, steps, 0), drifting(1, steps, gain, jitter_us)))
+    assert "gains" not in report.filter(pl.col("what") == "rank clock shifted")["detail"].item()
+    raw = ops_of(drifting(0, steps, 0), drifting(1, steps, gain, jitter_us))
+    assert ops["dur_ns"].equals(raw["dur_ns"])

@@ -350,6 +350,19 @@ def test_without_arguments_the_kernels_name_says_which_collective(kernel: str, c
     assert (row["kind"], row["collective"], row["group"]) == ("comm", collective, None)
 
 
+@pytest.mark.parametrize(
+    ("others", "found"), [(["all_to_all", "all_to_all"], "all_to_all"), (["all_to_all", "send"], "send_recv")]
+)
+def test_a_kernel_without_a_launch_is_what_all_of_its_name_on_its_stream_are(others: list[str], found: str):
+    trace = Trace()
+    trace.device("ncclKernel_SendRecv", 0, 5, stream=20)
+    for n, other in enumerate(others, 1):
+        trace.annotation(f"nccl:{other}", 100 * n, 100 * n + 20)
+        trace.launch("ncclKernel_SendRecv", (100 * n + 5, 100 * n + 9), (100 * n + 15, 100 * n + 80), stream=20)
+    ops = ops_of(trace).filter(pl.col("name") == "ncclKernel_SendRecv").sort("start_ns")
+    assert ops["collective"].to_list() == [found, *others]
+
+
 def test_the_operator_around_the_launch_tells_an_all_to_all_from_a_send():
     trace = Trace()
     trace.op("nccl:all_to_all", 0, 50)

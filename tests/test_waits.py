@@ -212,6 +212,24 @@ def test_waits_for_collectives_take_the_first_issued_first():
     assert [spans(longer, name) for name in "de"] == [[(1400, 1420)], [(1670, 1680)]]
 
 
+def test_a_thread_that_issues_no_collective_waits_for_those_of_another():
+    def body(trace: Trace, step: int, s: float) -> None:
+        for n, name in enumerate(("first", "second")):
+            at = s + 20 * n
+            trace.op("c10d::allreduce_", at + 8, at + 22, thread=ENGINE)
+            trace.launch(f"nccl {name}", (at + 10, at + 14), (s + 100 + 200 * n, s + 300 + 200 * n), 20, ENGINE)
+        for n in range(2):
+            at = s + 60 + 20 * n
+            trace.op("Optimizer.step", at, at + 15)
+            trace.wait_event(at + 2, at + 3)
+            trace.launch(f"update {n}", (at + 5, at + 9), (s + 310 + 200 * n, s + 320 + 200 * n))
+
+    assert [row[1:3] for row in waits_of(body) if row[4] == "wait for a collective"] == [
+        ("gpu0:7", "nccl first"),
+        ("gpu0:7", "nccl second"),
+    ]
+
+
 def test_an_operator_that_issues_and_waits_waits_for_its_own_collective():
     def body(trace: Trace, step: int, s: float) -> None:
         trace.launch("a", (s + 1, s + 2), (s + 8, s + 20))
