@@ -28,7 +28,7 @@ from lumos_nb.traces.exact import LATEST_NS, integer, strings
 from lumos_nb.traces.json_stream import UNDECODABLE, Blocks
 from lumos_nb.traces.json_text import find_events, mend, surrounding
 from lumos_nb.traces.kineto import rank_of
-from lumos_nb.traces.kineto_events import CATEGORIES, DEVICE_CATEGORIES, DROPPED_PHASES
+from lumos_nb.traces.kineto_events import CATEGORIES, DEVICE_CATEGORIES, DROPPED_PHASES, LONGEST_NS, like_cuda
 from lumos_nb.traces.trace import NOTES, Trace
 
 T = TypeVar("T")
@@ -455,13 +455,14 @@ class EventTable:
             return EVENTS.empty()
         events = _joined(_classify(pl.concat(self.frames)))
         self.frames.clear()
+        events = _near(events)
         dropped = events.filter(pl.col("reason").is_not_null())
         for phase, category, reason, count in dropped.group_by("ph", "category", "reason").len().sort(pl.all()).rows():
             self.notes.append((f"dropped {phase} {category}", count, reason))
         kept = events.filter(pl.col("reason").is_null())
         if nowhere := kept.filter(pl.col("category").is_in(DEVICE_CATEGORIES) & pl.col("device").is_null()).height:
             self.notes.append(("no device", nowhere, "device work whose pid and args name no device"))
-        return EVENTS.check(
+        return like_cuda(
             kept.select(
                 rank=pl.lit(rank, pl.Int32),
                 start_ns=pl.col("start_ns") + base_ns,
@@ -492,6 +493,24 @@ def _classify(events: pl.DataFrame) -> pl.DataFrame:
         .when(pl.col("dur_ns") < 0)
         .then(pl.lit("a negative duration")),
     )
+
+
+def _near(events: pl.DataFrame) -> pl.DataFrame:
+    """Say of events why they are dropped whose times are weeks from the others', or that last as long."""
+    halves = pl.col("reason").str.contains("pair").fill_null(value=False)
+    times = sorted(events.filter(~halves)["start_ns"].drop_nulls().to_list())
+    given = [time for time in times if time]
+    if not given or times[-1] - times[0] <= LONGEST_NS:
+        near = pl.lit(value=True)
+    else:
+        near = (pl.col("start_ns") - given[len(given) // 2]).abs() <= LONGEST_NS
+    late = (
+        pl.when(~near)
+        .then(pl.lit("a time stamp of 0, or weeks from those of the other events"))
+        .when(pl.col("dur_ns") > LONGEST_NS)
+        .then(pl.lit("a duration of weeks"))
+    )
+    return events.with_columns(reason=pl.coalesce("reason", late))
 
 
 def _joined(events: pl.DataFrame) -> pl.DataFrame:

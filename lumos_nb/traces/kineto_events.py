@@ -33,6 +33,7 @@ CATEGORIES = {
     "xpu_driver": "cuda_driver",
     "privateuse1_runtime": "cuda_runtime",
     "privateuse1_driver": "cuda_driver",
+    "mtia_runtime": "cuda_runtime",
 }
 """A category in lower case -> its name in the event table; others keep their own name, in lower case."""
 
@@ -46,6 +47,10 @@ DEVICE_CATEGORIES = (
     "mtia_ccp_events",
 )
 """Categories whose rows lie on a device's stream: their pid is the device, their tid the stream."""
+
+MTIA = "mtia_ccp_events"
+MTIA_WORK = {"event_wait": "cuda_sync", "event_record": MTIA, "dma_request": "gpu_memcpy"}
+"""What MTIA's device rows that a call issued are, by name; others are kernels. Rows that none issued keep their own."""
 
 _FLOW = "an arrow between two events; correlation ids and sequence numbers say the same"
 _OWN = "the profiler's own row: its span, its start or its end"
@@ -62,6 +67,9 @@ DROPPED_PHASES = {
     "e": _SPAN,
     "unreadable": "not valid JSON, or a field of a type that no event has",
 }
+LONGEST_NS = 21 * 24 * 3600 * 10**9
+"""Three weeks: no profile is longer, so times farther apart than that are errors."""
+
 _NO_STREAM = 2**32 - 1  # how older files write the stream -1 of a synchronisation with the whole device
 
 _X, _BEGIN, _END = (kernels.KNOWN.index(phase) for phase in "XBE")
@@ -181,7 +189,7 @@ class EventTable:
         events = self._with_usable_times(events)
         if nowhere := int((pl.Series(self._on_device).gather(events["category"]) & events["device"].is_null()).sum()):
             self.notes.append(("no device", nowhere, "device work whose pid and args name no device"))
-        return EVENTS.check(
+        return like_cuda(
             events.select(
                 rank=pl.lit(rank, pl.Int32),
                 event_id="event_id",
@@ -193,15 +201,21 @@ class EventTable:
         )
 
     def _with_usable_times(self, events: pl.DataFrame) -> pl.DataFrame:
-        usable = pl.col("start_ns").is_not_null() & (pl.col("dur_ns") >= 0).fill_null(value=False)
+        start, dur = pl.col("start_ns"), pl.col("dur_ns")
+        near = start.is_between(*_span(events["start_ns"]))
+        usable = (near & (dur >= 0) & (dur <= LONGEST_NS)).fill_null(value=False)
         if events.select(usable.all()).item():
             return events
         reason = (
-            pl.when(pl.col("start_ns").is_null())
+            pl.when(start.is_null())
             .then(pl.lit("no time stamp, or one that is no number of microseconds"))
-            .when(pl.col("dur_ns").is_null())
+            .when(dur.is_null())
             .then(pl.lit("no duration that is a number: the event did not end while the profiler ran"))
-            .otherwise(pl.lit("a negative duration"))
+            .when(dur < 0)
+            .then(pl.lit("a negative duration"))
+            .when(near)
+            .then(pl.lit("a duration of weeks"))
+            .otherwise(pl.lit("a time stamp of 0, or weeks from those of the other events"))
         )
         self._note_dropped(events.filter(~usable).with_columns(reason=reason))
         return events.filter(usable)
@@ -213,6 +227,27 @@ class EventTable:
             (f"dropped {kernels.KNOWN[phase]} {self._categories[code]}", count, reason)
             for phase, code, reason, count in counted
         )
+
+
+def like_cuda(events: pl.DataFrame) -> pl.DataFrame:
+    """The event table with MTIA's device rows under the categories of CUDA's that mean the same."""
+    issued = (pl.col("category") == MTIA) & pl.col("correlation").is_not_null()
+    if events.select(issued.any()).item():
+        meant = pl.col("name").replace_strict(MTIA_WORK, default="kernel", return_dtype=pl.String)
+        events = events.with_columns(category=pl.when(issued).then(meant).otherwise("category"))
+    return EVENTS.check(events)
+
+
+def _span(start_ns: pl.Series) -> tuple[int, int]:
+    """From when to when events are taken for those of one profile; around the median where times lie far apart."""
+    first, last = start_ns.min(), start_ns.max()
+    if not isinstance(first, int) or not isinstance(last, int):  # no event has a time
+        return 0, 0
+    if last - first <= LONGEST_NS:
+        return first, last
+    given = start_ns.filter(start_ns != 0).sort()
+    middle = given[len(given) // 2]
+    return middle - LONGEST_NS, middle + LONGEST_NS
 
 
 def joined(halves: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
