@@ -553,6 +553,20 @@ def test_an_archive_of_no_traces_names_the_archive(folder: Path, tmp_path: Path)
         load_run(archive(folder, tmp_path / "run.tgz"))
 
 
+def test_an_archive_that_unpacks_to_too_much_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = write(folder / "rank0.json", "x").stat().st_size + write(folder / "rank1.json", "y").stat().st_size
+    packed = archive(folder, tmp_path / "run.tar.gz")
+    monkeypatch.setenv("LUMOS_NB_MAX_BYTES", str(size - 1))
+    with pytest.raises(
+        TraceError, match=rf"run\.tar\.gz \(.*unpacks to more than {size - 1:,} bytes.*LUMOS_NB_MAX_BYTES"
+    ):
+        load_run(packed)
+    monkeypatch.setenv("LUMOS_NB_MAX_BYTES", str(size))
+    assert len(load_run(packed).ranks) == 2
+
+
 def test_a_damaged_archive_is_an_error(folder: Path, tmp_path: Path) -> None:
     write(folder / "rank0.json", *(f"op{i}" for i in range(2000)))
     packed = archive(folder, tmp_path / "run.tar.gz")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -15,6 +17,7 @@ import polars as pl
 from lumos_nb.errors import LumosError, RunError, TraceError
 from lumos_nb.traces import cache as cached
 from lumos_nb.traces.formats import REFUSED_SUFFIXES, read_trace
+from lumos_nb.traces.json_stream import check_unpacked
 from lumos_nb.traces.trace import NOTES, Trace
 
 SUFFIXES = (".json", ".json.gz", ".sqlite", ".sqlite.gz", ".parquet")
@@ -79,8 +82,10 @@ def files_of(path: str | Path | Sequence[str | Path]) -> Iterator[Files]:
 def _unpack(archive: Path, folder: str) -> None:
     try:
         with tarfile.open(archive) as packed:
+            for unpacked in accumulate(member.size for member in packed):
+                check_unpacked(archive, archive.stat().st_size, unpacked)
             packed.extractall(folder, filter="data")
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
         raise TraceError(
             f"{archive} cannot be unpacked: {error}. Copy it again, or unpack what there is of it."
         ) from error

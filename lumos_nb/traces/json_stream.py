@@ -26,6 +26,17 @@ UNDECODABLE = (msgspec.MsgspecError, RecursionError)
 """What decoders raise for text that they cannot read, the latter where it nests a thousand deep."""
 
 
+def check_unpacked(path: Path, size: int, unpacked: int) -> None:
+    """Raise TraceError where a file of `size` bytes unpacks to more than it may."""
+    given = os.environ.get(MAX_BYTES_ENV, "")
+    limit = int(given) if given.isdecimal() else max(MAX_BYTES, MAX_RATIO * size)
+    if unpacked > limit:
+        raise TraceError(
+            f"{path} ({size:,} bytes) unpacks to more than {limit:,} bytes: if it is meant to, set the "
+            f"environment variable {MAX_BYTES_ENV} to the bytes that it may have."
+        )
+
+
 @dataclass(slots=True)
 class Blocks:
     """The text of a file in pieces, decompressed if its first bytes say gzip.
@@ -66,16 +77,10 @@ class Blocks:
             data = file.read(INFLATE_BYTES)
 
     def _limited(self, pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
-        given = os.environ.get(MAX_BYTES_ENV, "")
-        limit = int(given) if given.isdecimal() else max(MAX_BYTES, MAX_RATIO * size)
         total = 0
         for piece in pieces:
             total += len(piece)
-            if total > limit:
-                raise TraceError(
-                    f"{self.path} ({size:,} bytes) unpacks to more than {limit:,} bytes: if it is meant to, set the "
-                    f"environment variable {MAX_BYTES_ENV} to the bytes that it may have."
-                )
+            check_unpacked(self.path, size, total)
             yield piece
 
     def _inflate(self, data: bytes, file: BinaryIO) -> Iterator[bytes]:
