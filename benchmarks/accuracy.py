@@ -11,6 +11,7 @@ from pathlib import Path
 
 import polars as pl
 
+from benchmarks.pipelines import pipeline_rows
 from benchmarks.rows import ACCURACY, Row, record
 from lumos_nb import datasets
 from lumos_nb.critical_path import replay
@@ -202,6 +203,7 @@ def main() -> None:
     rows = list(bundled_rows())
     if TRACES.is_dir():
         rows += trace_rows()
+        rows += pipeline_rows(TRACES)
     else:
         print(f"no {TRACES}: rows of other people's recordings stay as they are", file=sys.stderr)
     record(ACCURACY, rows)

@@ -91,7 +91,7 @@ def _edge(frame: pl.DataFrame, rule: str) -> pl.DataFrame:
 
 def _lane_to_lane(own: pl.DataFrame) -> pl.DataFrame:
     """The last op of each lane, then the first of the same lane in the next repetition."""
-    lanes = own.filter(pl.col("kind") != "join").sort("start_ns", "op_id").group_by("rank", "lane", maintain_order=True)
+    lanes = own.filter(pl.col("kind") != "join").group_by("rank", "lane", maintain_order=True)
     ends = lanes.agg(src=pl.col("op_id").last(), dst=pl.col("op_id").first(), ago=pl.lit(1))
     return _edge(ends, "repetition")
 

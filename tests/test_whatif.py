@@ -394,6 +394,9 @@ def busy(trace: Trace, step: int, s: float) -> None:
     trace.call("cudaStreamSynchronize", s + 70, s + 955)
 
 
+FIRST_ON_HOST = (pl.col("name") == "aten::mm") & (pl.col("kind") == "cpu")
+
+
 @pytest.mark.parametrize(
     ("edit", "period_us"),
     [
@@ -401,10 +404,11 @@ def busy(trace: Trace, step: int, s: float) -> None:
         (lambda g: whatif.remove(g, named("add")), 500),
         (lambda g: whatif.insert(g, named("gemm"), "new", 100_000, kind="kernel"), 1100),
         (lambda g: whatif.insert(g, named("add"), "new", 100_000, kind="kernel"), 1100),
+        (lambda g: whatif.insert(g, FIRST_ON_HOST, "late", 100_000, kind="unexplained", before=True), 1100),
         (lambda g: whatif.fuse(g, named("gemm", "add"), "both", dur_ns=600_000), 700),
         (lambda g: whatif.remove(g, pl.col("call_name") == "cudaStreamSynchronize"), 900),
     ],
-    ids=["scale", "remove", "insert between", "insert at the end", "fuse", "no synchronise"],
+    ids=["scale", "remove", "insert between", "insert at the end", "delay at the beginning", "fuse", "no synchronise"],
 )
 def test_edits_and_repetition_commute(edit: Any, period_us: float):
     graph = second_step(busy)
