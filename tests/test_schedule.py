@@ -84,3 +84,12 @@ def test_a_recorded_pipeline_is_predicted_from_its_other_steps(traces):
     assert error < 0.002
     assert error < null
     assert no_joins > 0.1
+
+
+def test_a_parse_that_other_files_took_part_in_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("LUMOS_NB_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    first = Recording.of(load_run(write(folder, FIRST, LAST))).step_times()["start_ns"]
+    second = Recording.of(load_run(write(folder, FIRST, LAST | {"total": 90}))).step_times()["start_ns"]
+    assert (second - first).to_list() == [0, 8_000_000]

@@ -141,7 +141,7 @@ def _parsed(path: Path, target: Path | None, seen: tuple[int, int], *notes: tupl
             f"it changed while it was read, from {seen[0]:,} to {now.st_size:,} bytes: load it again when it is whole"
         )
         notes += (("changed", 1, grown),)
-    elif target:
+    elif target and not parsed.metadata.get("beside"):  # the cache knows a file by its own content
         try:
             cached.store(parsed, target)
         except OSError as error:

@@ -49,6 +49,7 @@ def read_schedule(path: str | Path) -> Trace:
             zero_ms = begin_ms + _late_ms(job, step, rank)
             rows += _step_rows(steps[step], step, begin_ms, zero_ms, rank, stages)
         begin_ms += max(its[step]["total"] for its in job.values() if step in its)
+    beside = [file.name for file in files.values() if file != path]
     events = pl.DataFrame(rows, schema=["name", "category", "start_ns", "dur_ns", "args"], orient="row")
     events = events.with_row_index("event_id").with_columns(rank=pl.lit(rank), thread=pl.lit(THREAD))
     events = events.with_columns(pl.lit(None).alias(c) for c in EVENTS.columns if c not in events.columns)
@@ -60,7 +61,7 @@ def read_schedule(path: str | Path) -> Trace:
     ]
     return Trace(
         EVENTS.check(events.select(pl.col(c).cast(dtype) for c, dtype in EVENTS.columns.items())),
-        {"ranks": [rank], "event_count": passes, "layout": {"pipeline_parallel": stages}},
+        {"ranks": [rank], "event_count": passes, "layout": {"pipeline_parallel": stages}, "beside": beside},
         pl.DataFrame(notes, schema=NOTES, orient="row"),
     )
 

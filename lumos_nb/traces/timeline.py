@@ -85,10 +85,12 @@ def read_timeline(path: str | Path) -> Trace:
     notes.append(("merged", merged, "sends and receives that a rank issued together are one exchange"))
     events = pl.concat([_events(rows), _marks(records, count)], how="diagonal_relaxed")
     events = events.with_columns(pl.lit(None, dtype).alias(c) for c, dtype in EVENTS.columns.items() if c not in events)
+    meta = path.with_name(f"meta-{path.name.split('.')[0].rpartition('-')[2]}.yaml")
     metadata: dict[str, Any] = {
         "ranks": records["rank"].unique().sort().to_list(),
         "event_count": count,
-        "layout": {"data_parallel": replicas, "pipeline_parallel": stages, **_meta(path)},
+        "layout": {"data_parallel": replicas, "pipeline_parallel": stages, **_sizes(meta)},
+        "beside": [meta.name] if meta.is_file() else [],
     }
     order = events.sort("rank", "start_ns", pl.col("category") == "cpu_op", "event_id")
     return Trace(
@@ -177,10 +179,8 @@ def _checked(path: Path, table: pl.DataFrame) -> tuple[pl.DataFrame, list[tuple[
     return kept, [("unreadable", lost, reason)] if lost else [], len(table)
 
 
-def _meta(path: Path) -> dict[str, int]:
+def _sizes(meta: Path) -> dict[str, int]:
     """Sizes that the file `meta-<job>.yaml` beside the timeline states, {} if there is none."""
-    job = path.name.split(".")[0].rpartition("-")[2]
-    meta = path.with_name(f"meta-{job}.yaml")
     text = meta.read_text(errors="replace") if meta.is_file() else ""
     return {key: int(value) for key, value in re.findall(r"^(\w+): *(\d+) *$", text, re.MULTILINE)}
 

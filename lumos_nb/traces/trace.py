@@ -21,7 +21,8 @@ class Trace(NamedTuple):
         `schema.EVENTS`, in the file's order. Of a format with a file a rank, `rank` is what the file says, 0 if it
         says nothing; of one with several ranks in a file, each row has its own, and `metadata["ranks"]` lists them.
     metadata
-        What the file says besides its events; and `event_count`, the number of events in the file.
+        What the file says besides its events; `event_count`, the number of events in the file; and `beside`, the names
+        of other files that were read for it, if any.
     notes
         Columns `what`, `count`, `reason`: every event that is not in `events`, and what else is off about the file.
     """
