@@ -42,37 +42,37 @@ def _settle(
         start[v] = min(bound, end[v])
 
 
-def in_issue_order(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
-    """Rows in a topological order of the edges, as close to the order of their raw starts as that allows."""
-    rows = rows.sort(pl.coalesce("issue_ns", "from_ns"), "from_ns", "id", maintain_order=True).with_row_index("row")
-    src, dst = _positions(rows, edges)
+def in_issue_order(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Rows in a topological order of the edges, as close to the order of their raw starts as that allows.
+
+    Ends of edges are ids on entry and places in `rows` on return.
+    """
+    rows = rows.sort(pl.coalesce("issue_ns", "from_ns"), "from_ns", "id", maintain_order=True)
+    ids = rows["id"].to_numpy()
+    by_id = np.argsort(ids).astype(np.int32)
+    src, dst = (by_id[np.searchsorted(ids, edges[end].to_numpy(), sorter=by_id)] for end in ("src", "dst"))
     n = rows.height
     order = topological(offsets(src, n), dst[order_by(src, np.arange(src.size, dtype=np.int32), n)])
     if order.size < n:
-        stuck = rows.filter(~pl.col("row").is_in(pl.Series(order).implode()))
+        stuck = rows.with_row_index("row").filter(~pl.col("row").is_in(pl.Series(order).implode()))
         first = stuck.row(0, named=True)
         raise GraphError(
             f"the rules of step {first['step']} make a cycle of {stuck.height} ops, one of them {first['name']!r} "
             f"on rank {first['rank']}, lane {first['lane']}, at {first['from_ns']} ns: the "
             "trace's times contradict its order."
         )
-    return rows[order].drop("row")
-
-
-def _positions(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    place = rows.select("id", at=pl.int_range(pl.len(), dtype=pl.Int32))
-    ends = edges.select("src", "dst").join(place, left_on="src", right_on="id", how="left", maintain_order="left")
-    ends = ends.join(place, left_on="dst", right_on="id", how="left", suffix="_dst", maintain_order="left")
-    return ends["at"].to_numpy(writable=True), ends["at_dst"].to_numpy(writable=True)
+    place = np.empty(n, np.int32)
+    place[order] = np.arange(n, dtype=np.int32)
+    return rows[order], edges.with_columns(src=pl.Series(place[src]), dst=pl.Series(place[dst]))
 
 
 def settle(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
-    """Start and duration of each row's own work; rows in topological order.
+    """Start and duration of each row's own work; rows in topological order, ends of edges their places.
 
     A row that `blocks` has its raw end and starts when the last thing it waits for has ended. `start_ns`, `dur_ns` of
     the others stay.
     """
-    src, dst = _positions(rows, edges)
+    src, dst = (edges[end].to_numpy(writable=True) for end in ("src", "dst"))
     n = rows.height
     by_dst = order_by(dst, np.arange(dst.size, dtype=np.int32), n)
     start = rows.select(pl.when("blocks").then("from_ns").otherwise("start_ns")).to_series().to_numpy(writable=True)
@@ -90,15 +90,11 @@ def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.
 
     An edge of `LATENCY_RULES` carries the latency that was measured, up to what is usual for its rule and rank; on
     edges that did not bind, at most the usual. Delays are rows of kind `unexplained` on the lane of the row that they
-    hold up.
+    hold up. Ends of edges are places in `rows`, before and after.
     """
-    about = rows.select("id", "start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
-    timed = edges.join(
-        about.rename({"id": "src", "start_ns": "src_start_ns", "end_ns": "src_end_ns"}), on="src", maintain_order="left"
-    )
-    timed = timed.join(
-        rows.select(dst="id", dst_start_ns="start_ns", rank="rank", dst_kind="kind"), on="dst", maintain_order="left"
-    )
+    sources = rows.select(src_start_ns="start_ns", src_end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+    targets = rows.select("rank", dst_start_ns="start_ns", dst_kind="kind")
+    timed = edges.hstack(sources[edges["src"]]).hstack(targets[edges["dst"]])
     early = (pl.col("rule") == "launch") & (pl.col("dst_start_ns") < pl.col("src_end_ns"))
     wakes = pl.col("rule") == "wake"  # how long a thread takes to wake is not known, so all of it is the edge's
     timed = timed.with_columns(
@@ -127,8 +123,7 @@ def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.
     )
     lag = pl.when(pl.col("latent")).then(pl.min_horizontal("apart_ns", cap)).otherwise(0)
     timed = timed.with_columns(lag_ns=lag.clip(0)).with_columns(left_ns=pl.col("apart_ns") - pl.col("lag_ns"))
-    left = timed.group_by("dst").agg(delay_ns=pl.col("left_ns").min())
-    timed = timed.join(left, on="dst", maintain_order="left")
+    timed = timed.with_columns(delay_ns=pl.col("left_ns").min().over("dst"))
     small = (
         (pl.col("delay_ns") > 0)
         & (pl.col("delay_ns") <= MIN_DELAY_NS)
@@ -136,7 +131,8 @@ def add_lags(rows: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.
         & pl.col("latent")
     )
     timed = timed.with_columns(lag_ns=pl.col("lag_ns") + pl.when(small).then("delay_ns").otherwise(0))
-    return _delays(rows, timed, left.filter(pl.col("delay_ns") > MIN_DELAY_NS))
+    held = timed.filter(pl.col("delay_ns") > MIN_DELAY_NS).select(at="dst", delay_ns="delay_ns")
+    return _delays(rows, timed, held.unique("at"))
 
 
 def _binding(timed: pl.DataFrame) -> pl.DataFrame:
@@ -158,21 +154,24 @@ def _binding(timed: pl.DataFrame) -> pl.DataFrame:
 
 def _delays(rows: pl.DataFrame, edges: pl.DataFrame, delays: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Put a row of kind `unexplained` before each row that is held up, and move its in-edges there."""
-    held = rows.filter(pl.col("kind").is_in([*DEVICE_KINDS, "event", "launch"]) & ~pl.col("blocks"))
-    held = held.join(delays, left_on="id", right_on="dst").with_columns(
-        held_id="id",
+    held = rows.with_row_index("at").cast({"at": pl.Int32})
+    held = held.filter(pl.col("kind").is_in([*DEVICE_KINDS, "event", "launch"]) & ~pl.col("blocks"))
+    held = held.join(delays, on="at", maintain_order="left").with_columns(
         id=in_role("id", DELAY),
         kind=pl.lit("unexplained"),
         name=pl.format("delay of {}", "name"),
         start_ns=pl.col("start_ns") - pl.col("delay_ns"),
         dur_ns="delay_ns",
     )
-    moved = edges.join(held.select(dst="held_id", to="id"), on="dst", how="left", maintain_order="left").with_columns(
-        dst=pl.coalesce("to", "dst")
+    at = held["at"].to_numpy()
+    row = np.arange(rows.height, dtype=np.int32)
+    place = row + np.searchsorted(at, row, side="right").astype(np.int32)
+    enter = place.copy()
+    enter[at] -= 1  # what the row waited for, its delay now does
+    moved = edges.with_columns(
+        src=pl.Series(place[edges["src"].to_numpy()]), dst=pl.Series(enter[edges["dst"].to_numpy()])
     )
-    after = held.select(
-        src="id",
-        dst="held_id",
+    after = pl.DataFrame({"src": enter[at], "dst": place[at]}).with_columns(
         lag_ns=pl.lit(0, pl.Int64),
         from_start=pl.lit(value=False),
         rule=pl.lit("delay"),
@@ -180,4 +179,5 @@ def _delays(rows: pl.DataFrame, edges: pl.DataFrame, delays: pl.DataFrame) -> tu
         hard=pl.lit(value=True),
     )
     columns = ["src", "dst", "lag_ns", "from_start", "rule", "evidence", "hard"]
-    return pl.concat([rows, held.select(rows.columns)]), pl.concat([moved.select(columns), after.select(columns)])
+    both = pl.concat([rows, held.select(rows.columns)])[np.argsort(np.concatenate([place, enter[at]]))]
+    return both, pl.concat([moved.select(columns), after.select(columns)])
