@@ -218,9 +218,8 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     sizes = rules.queue_size(work, cuda=_is_cuda(recording.ops))
     queue = rules.launch_queue(work, recording.ops, sizes, step)
     rows, edges, notes = _rows_and_edges(recording, here, waits, queue, step)
-    rows = measure.settle(measure.in_issue_order(rows, edges), edges)
-    rows, edges = measure.add_lags(rows, edges)
-    rows = measure.in_issue_order(rows, edges)
+    rows, edges = measure.in_issue_order(rows, edges)
+    rows, edges = measure.add_lags(measure.settle(rows, edges), edges)
     return _finished(rows, edges, step, pl.concat([recording.report, *notes, _evidence(rows, edges)]), sizes)
 
 
@@ -281,22 +280,20 @@ def _evidence(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     The time between a row and the one before it on its lane hangs on the edge that was satisfied last.
     """
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    placed = rows.filter((pl.col("kind") != "boundary") & (pl.col("lane") != "net")).sort(
-        "rank", "lane", "start_ns", maintain_order=True
-    )
-    waited = placed.select("id", "start_ns", waited_ns=pl.col("start_ns") - end_ns.shift(1).over("rank", "lane"))
-    starts = rows.select("id", from_start_ns="start_ns", from_end_ns=end_ns)
-    tied = edges.join(starts, left_on="src", right_on="id").with_columns(
+    placed = rows.select("rank", "lane", "kind", "start_ns", end_ns=end_ns).with_row_index("row")
+    placed = placed.filter((pl.col("kind") != "boundary") & (pl.col("lane") != "net"))
+    placed = placed.sort("rank", "lane", "start_ns", maintain_order=True)
+    gap_ns = placed.select(pl.col("start_ns") - pl.col("end_ns").shift(1).over("rank", "lane")).to_series()
+    waited = pl.zeros(rows.height, pl.Int64, eager=True).scatter(placed["row"], gap_ns.fill_null(0).clip(0))
+    sources = rows.select(from_start_ns="start_ns", from_end_ns=end_ns)
+    tied = edges.hstack(sources[edges["src"]]).with_columns(
         ready_ns=pl.when("from_start").then("from_start_ns").otherwise("from_end_ns") + pl.col("lag_ns")
     )
     last = tied.sort("ready_ns", pl.col("rule").is_in(["thread", "stream"]).not_(), maintain_order=True).unique(
         "dst", keep="last"
     )
-    hanging = (
-        last.join(waited, left_on="dst", right_on="id")
-        .group_by("rule", "evidence")
-        .agg(pl.col("waited_ns").clip(0).sum())
-    )
+    hanging = last.with_columns(waited_ns=waited.gather(last["dst"]))
+    hanging = hanging.group_by("rule", "evidence").agg(pl.col("waited_ns").sum())
     links = (
         edges.group_by("rule", "evidence")
         .len()
@@ -332,12 +329,8 @@ many steps earlier a boundary op was launched, 0 for others."""
 def _finished(
     rows: pl.DataFrame, edges: pl.DataFrame, step: int, report: pl.DataFrame, queue_sizes: Mapping[int, int]
 ) -> Graph:
+    edges = edges.with_columns(pl.col("src", "dst").cast(pl.Int64)).sort("src", "dst")
     numbered = rows.with_columns(op_id=pl.int_range(pl.len(), dtype=pl.Int64))
-    number = numbered.select("id", "op_id")
-    edges = edges.join(number, left_on="src", right_on="id", maintain_order="left").join(
-        number, left_on="dst", right_on="id", suffix="_dst", maintain_order="left"
-    )
-    edges = edges.with_columns(src="op_id", dst="op_id_dst").sort("src", "dst")  # joins keep no order
     ops = numbered.with_columns(phase=pl.col("phase").fill_null("other")).select(
         *(pl.col(c).cast(t) for c, t in OPS.columns.items()), *KEPT
     )
