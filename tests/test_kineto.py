@@ -292,7 +292,7 @@ NASTY = [
     op('}, {"ph": "X"', args={"nested": [{"a": {}}, {"b": [{}, {}]}], "text": "]}, {"}),
     op('quote " and \\', args={"path": "C:\\", "end": '\\"'}),
     op("é ∑ 漢", args={}),
-    kernel(1, ts=1712195495519689.123),
+    kernel(1, ts=1712195.123),
     op("]", args={"long": "x" * 90}),
     op("last", tid=3),
 ]

@@ -45,7 +45,7 @@ KNOWN = (*KEPT_PHASES, *PSEUDO_PROCESSES, *NAMES, "M", "CPU functions")
 N_KEPT, NO_TEXT, FIRST_NAME, NAMING, CPU_FUNCTIONS = 5, 5, 8, 11, 12
 
 AT_START, AFTER_EVENT, AFTER_COMMA, IN_JUNK = range(4)
-_NEAR = 1 << 16  # bytes within which a broken event is looked for as a whole
+_NEAR = 1 << 14  # bytes within which a broken event is looked for as a whole
 _MAX_DEPTH = 60
 _NESTED = 64  # open events that an end looks for its name among
 _LATEST_US = 2**62 // 1000
@@ -570,21 +570,27 @@ def _next_event(text: Pointer, i: int, end: int, anywhere: bool) -> int:
 
 @jit("int64(CPointer(uint8), int64, int64)")
 def _loose_end(text: Pointer, i: int, end: int) -> int:
-    """Where the object ends whose brace is at `i`, by its brackets outside of strings alone; -1 if not before `end`."""
-    depth, quoted = 0, False
+    """Where the object ends whose brace is at `i`, by its brackets outside of strings alone.
+
+    -1 if it does not end before `end`, or a bracket does not fit.
+    """
+    depth, objects, quoted = 0, 0, False
     while i < end:
         c = text[i]
         if c == _BACKSLASH:
             i += 1
         elif c == _QUOTE:
             quoted = not quoted
-        elif not quoted:
-            if c in (_OPEN, _OPEN_LIST):
-                depth += 1
-            elif c in (_CLOSE, _CLOSE_LIST):
-                depth -= 1
-                if depth == 0:
-                    return i + 1
+        elif quoted:
+            pass
+        elif c in (_OPEN, _OPEN_LIST):
+            depth, objects = depth + 1, objects << 1 | (c == _OPEN)
+        elif c in (_CLOSE, _CLOSE_LIST):
+            if depth <= _MAX_DEPTH and objects & 1 != (c == _CLOSE):
+                return -1
+            depth, objects = depth - 1, objects >> 1
+            if depth == 0:
+                return i + 1
         i += 1
     return -1
 
@@ -614,9 +620,11 @@ def _gap(text: Pointer, i: int, end: int, final: bool, state: Pointer) -> int:
         if state[GAP] != IN_JUNK:
             if c == _CLOSE_LIST:
                 after = space_end(text, i + 1)
+                if text[after] == _COMMA:
+                    after = space_end(text, after + 1)
                 if after >= end and not final:
                     return -1
-                if after >= end or text[after] == _CLOSE or text[after] == _COMMA:
+                if after >= end or text[after] in (_CLOSE, _QUOTE):
                     return -2
             else:
                 stop = value_end(text, i)

@@ -16,6 +16,7 @@ _COLON = re.compile(rb"\s*:")
 _ARRAY = re.compile(rb"\s*:\s*\[")
 _NOT_JSON = re.compile(_STRING + rb"|-?\b(?:NaN|Infinity|nan|inf)\b", re.DOTALL)
 _BARE = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _MAX_ENDINGS, _MAX_TRIED_BYTES = 1000, 1 << 26
 
 
@@ -24,8 +25,14 @@ def is_bare(text: bytes) -> bool:
     return _BARE.match(text) is not None
 
 
-def find_events(text: bytes) -> int:
-    """Offset just after the `[` of the top-level key `traceEvents` or of a bare list; 0 if `text` does not reach it."""
+def find_events(text: bytes, *, broken: bool = False) -> int:
+    """Offset just after the `[` of the top-level key `traceEvents` or of a bare list; 0 if `text` does not reach it.
+
+    In text that is `broken` the key may stand anywhere.
+    """
+    if broken:
+        found = _EVENTS.search(text)
+        return found.end() if found else 0
     if bare := _BARE.match(text):
         return bare.end()
     depth = 0

@@ -18,6 +18,8 @@ from lumos_nb.traces.odd_events import OddEvents
 from lumos_nb.traces.scan import Scanner
 from lumos_nb.traces.trace import NOTES, Trace
 
+_SHOWN_BYTES = 1 << 20  # of a head that an error names the keys of
+
 
 def read_kineto(path: str | Path) -> Trace:
     """Read one Kineto trace, plain or gzip (the file's first bytes decide).
@@ -75,7 +77,7 @@ def read_kineto(path: str | Path) -> Trace:
 
 
 def _no_events(path: Path, scanner: Scanner, blocks: Blocks, complete: bool) -> TraceError:
-    keys = ", ".join(top_level_keys(scanner.head)[:8])
+    keys = ", ".join(top_level_keys(scanner.head[:_SHOWN_BYTES])[:8])
     if complete:
         return UnsupportedFormat(f"{path} is JSON without a list of traceEvents (its keys: {keys}): no profiler trace.")
     why = blocks.damage or f"its text stops being JSON within {len(scanner.head):,} bytes"
@@ -85,9 +87,12 @@ def _no_events(path: Path, scanner: Scanner, blocks: Blocks, complete: bool) -> 
 def _damage(scanner: Scanner, blocks: Blocks, complete: bool) -> Iterator[tuple[str, int, str]]:
     """What the file lacks at its end, and what its text has that JSON has not."""
     if not scanner.closed or blocks.damage or not complete:
-        why = blocks.damage or f"the text ends too early, {scanner.rest:,} bytes after a complete event"
+        why = f"the text ends too early, {scanner.rest:,} bytes after a complete event"
+        why = blocks.damage or (f"{len(scanner.tail):,} bytes after the events are no JSON" if scanner.closed else why)
         lost = "" if complete else "; keys after the events are lost, perhaps the base of the times"
         yield "truncated", 1, f"{why}; {scanner.events:,} events are complete{lost}"
+    if scanner.head_broken:
+        yield "broken head", 1, f"the {len(scanner.head):,} bytes before the events are no JSON: their keys are lost"
     if scanner.junk:
         yield "not an event", scanner.junk, "text between events that is no JSON object"
     if scanner.replaced:

@@ -92,8 +92,8 @@ class EventTable:
 
     @property
     def without_phase(self) -> int:
-        """Objects so far that are no events of Chrome's, of whatever phase."""
-        return sum(count for (phase, _), count in self._dropped.items() if phase in ("", "unreadable"))
+        """Objects so far that are no events of Chrome's: they have no phase."""
+        return sum(count for (phase, _), count in self._dropped.items() if not phase)
 
     def add(self, batch: Batch) -> None:
         """Take the next events of the file."""

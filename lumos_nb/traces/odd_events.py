@@ -11,7 +11,7 @@ from lumos_nb.traces import _scan_kernels as kernels
 from lumos_nb.traces.exact import integer, nanoseconds
 from lumos_nb.traces.json_stream import UNDECODABLE
 from lumos_nb.traces.json_text import mend
-from lumos_nb.traces.scan import Row
+from lumos_nb.traces.scan import UNREADABLE, Row
 
 Id = int | str | float | None
 
@@ -57,14 +57,25 @@ class OddEvents:
     _names: dict[tuple[Any, Any, Any], bytes] = field(default_factory=dict)
 
     def read(self, text: bytes, offset: int) -> Row | None:
-        """Read one event, given its text and byte offset, whatever it takes; None if it cannot be read."""
-        event = self._decoded(text, offset)
-        if event is None:
+        """Read one event, given its text and byte offset, whatever it takes; None if it is no JSON even when mended."""
+        compact, reason = _compact(text)
+        if compact is None:
+            self.count("unreadable", f"the event at byte {offset:,}: {reason}: {text[:80]!r}")
             return None
+        try:
+            event = _decode_event(compact)
+        except UNDECODABLE as error:
+            self.count("unreadable", f"the event at byte {offset:,}: {reason or error}: {text[:80]!r}")
+            return UNREADABLE
+        if reason:
+            self.count("mended", f"the event at byte {offset:,}: {reason}: {text[:80]!r}")
         if event.ph == "M" and event.name in kernels.NAMES:
             self._names.setdefault((event.name, event.pid, event.tid), bytes(event.args))
         if event.ph not in kernels.KEPT_PHASES or event.pid in kernels.PSEUDO_PROCESSES:
             return _row({kernels.PH: event.ph, kernels.CAT: event.cat, kernels.PID: _id(event.pid)}, b"")
+        return self._kept(event)
+
+    def _kept(self, event: Event) -> Row:
         given = bytes(event.args) or bytes(event.attr) or b"{}"
         try:
             args = _decode_args(given)
@@ -77,19 +88,6 @@ class OddEvents:
         fields |= {kernels.PID + i: _id(value) for i, value in enumerate(ids)}
         fields |= {kernels.START: nanoseconds(event.ts), kernels.DUR: nanoseconds(event.dur)}
         return _row(fields, given)
-
-    def _decoded(self, text: bytes, offset: int) -> Event | None:
-        try:
-            return _decode_event(msgspec.json.format(text, indent=-1))
-        except UNDECODABLE as error:
-            reason = f"{error}: {text[:80]!r}"
-        try:
-            event = _decode_event(msgspec.json.format(mend(text), indent=-1))
-        except UNDECODABLE:
-            self.count("unreadable", f"the event at byte {offset:,}: {reason}")
-            return None
-        self.count("mended", f"the event at byte {offset:,}: {reason}")
-        return event
 
     def count(self, what: str, reason: str) -> None:
         """Count something odd; the first reason stands for all."""
@@ -110,6 +108,18 @@ class OddEvents:
             else:
                 processes.setdefault(pid, {"pid": pid}).update(value)
         return {"processes": list(processes.values()), "threads": threads}
+
+
+def _compact(text: bytes) -> tuple[bytes | None, str]:
+    """The text without the whitespace between its tokens, if need be mended, and why it needs to be."""
+    try:
+        return msgspec.json.format(text, indent=-1), ""
+    except UNDECODABLE as error:
+        reason = str(error)
+    try:
+        return msgspec.json.format(mend(text), indent=-1), reason
+    except UNDECODABLE:
+        return None, reason
 
 
 def _row(fields: dict[int, int | str | None], args: bytes) -> Row:

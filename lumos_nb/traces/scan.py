@@ -17,7 +17,7 @@ from lumos_nb.traces.json_text import find_events
 
 BLOCK_BYTES = 1 << 20  # of text that is scanned at a time: it stays in the processor's cache
 BATCH_ROWS = 1 << 17
-MAX_HEAD_BYTES = 1 << 28
+MAX_AROUND_BYTES = 1 << 26  # of text before the events, and after them, that is looked at
 _SPACE = b" \t\r\n"
 _LAST_BRACKET = re.compile(rb".*\}(?=\s*\])", re.DOTALL)
 
@@ -94,7 +94,7 @@ class Scanner:
     pieces
         The text.
     odd
-        Reads an event that the compiled scanner leaves alone, given its text and byte offset; None if it cannot.
+        Reads an event that the compiled scanner leaves alone, given its text and byte offset; None if it is no JSON.
 
     Attributes
     ----------
@@ -102,6 +102,8 @@ class Scanner:
         Text before and after the events: up to and including `[`, and from `]` on.
     found, closed
         Whether the start of the array was found, and its end.
+    head_broken
+        Whether the text before the array is no JSON.
     rest
         Bytes of an event that is not complete.
     replaced
@@ -111,7 +113,7 @@ class Scanner:
     def __init__(self, pieces: Iterator[bytes], odd: Callable[[bytes, int], Row | None]) -> None:
         self._pieces, self._odd = pieces, odd
         self.head = self.tail = b""
-        self.found = self.closed = False
+        self.found = self.closed = self.head_broken = False
         self.rest = self.replaced = 0
         self.strings = Strings()
         self.state = self.strings.state
@@ -150,7 +152,9 @@ class Scanner:
         yield self._batch()
         left = self._text[: self._size].tobytes()
         if self.closed:
-            self.tail = b"".join([left, *self._pieces])
+            self.tail = left
+            for piece in self._pieces:
+                self.tail += piece[: MAX_AROUND_BYTES - len(self.tail)]
         else:
             self.rest = len(left.strip(_SPACE + b","))
 
@@ -161,12 +165,14 @@ class Scanner:
             buffer += piece
             if piece and len(buffer) < wanted:
                 continue
-            if start := find_events(buffer):
-                self.head, self._offset, self.found = buffer[:start], start, True
-                return buffer[start:]
+            start = find_events(buffer)
             wanted = 2 * len(buffer)
-        self.head = buffer
-        return b""
+            if start or wanted > 2 * MAX_AROUND_BYTES:
+                break
+        if not start and (start := find_events(buffer, broken=True)):
+            self.head_broken = True
+        self.head, self._offset, self.found = buffer[:start] if start else buffer, start, bool(start)
+        return buffer[start:] if start else b""
 
     def _append(self, piece: bytes) -> None:
         end = self._size + len(piece)
