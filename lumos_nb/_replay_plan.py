@@ -21,6 +21,8 @@ from lumos_nb._replay_kernels import (
     least_apart,
     offsets,
     order_by,
+    pair,
+    pair_narrow,
     recycled_rows,
     starts,
     starts_narrow,
@@ -41,6 +43,10 @@ LONGEST_NS = 2**62  # ends and differences of ends stay in an int64 below it
 _SHOWN = 8  # ops of a cycle that its error names
 
 
+Forward = tuple[UInt32s, Int64s | Int32s, UInt32s, UInt32s, UInt32s, Int64s | Int32s]
+"""What `_replay_kernels.starts` reads."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A graph's ops in topological order with their in-edges (CSR), n ops and e edges.
@@ -52,7 +58,7 @@ class Plan:
     ptr: UInt32s  # (n + 1,) in-edges of position v: ptr[v] to ptr[v + 1]
     src: UInt32s  # (e,) position
     edge: Int32s  # (e,) row of graph.edges
-    apart_ns: Int64s | Int32s  # (e,) least time from the start of src to the start of the op
+    lag_ns: Int64s  # (e,)
     from_start: Bools  # (e,)
     dur_ns: Int64s  # (n,)
     group: Int32s  # (n,) row of `groups` whose end the op takes part in, -1: of none
@@ -86,32 +92,43 @@ class Plan:
             position[row] = np.arange(n, dtype=np.int32)
         at = position[dst]
         edge = order_by(at, by_source, n)
-        source, dur_ns = position[src][edge].astype(np.uint32), ops["dur_ns"].to_numpy()[row]
-        from_start = edges["from_start"].to_numpy()[edge]
         group, groups = _step_groups(ops)
         return cls(
             row=row,
             ptr=offsets(at, n),
-            src=source,
+            src=position[src][edge].astype(np.uint32),
             edge=edge,
-            apart_ns=_narrow(least_apart(source, edges["lag_ns"].to_numpy()[edge], from_start, dur_ns)),
-            from_start=from_start,
-            dur_ns=dur_ns,
+            lag_ns=edges["lag_ns"].to_numpy()[edge],
+            from_start=edges["from_start"].to_numpy()[edge],
+            dur_ns=ops["dur_ns"].to_numpy()[row],
             group=group[row],
             groups=groups,
         )
 
+    @property
+    def apart_ns(self) -> Int64s:
+        """Least time (e,) from the start of each in-edge's source to the start of the op."""
+        return least_apart(self.src, self.lag_ns, self.from_start, self.dur_ns)
+
     def starts(self) -> Int64s:
         """Start of every op (n,), from the replay's 0."""
         start = np.empty_like(self.dur_ns)  # numpy's memory: for large arrays it faults far less than numba's
-        run = starts_narrow if self.apart_ns.dtype == np.int32 else starts
-        run(self.ptr, self.src, self.apart_ns, start)
+        forward = self.forward()
+        (starts_narrow if forward[1].dtype == np.int32 else starts)(*forward, start)
         return start
 
-
-def _narrow(times_ns: Int64s) -> Int64s | Int32s:
-    """Half as wide where nothing is over 2.1 s: replay is bound by what it reads."""
-    return times_ns.astype(np.int32) if times_ns.max(initial=0) < 2**31 else times_ns
+    def forward(self) -> Forward:
+        """The in-edges as one pass forward reads them: half as wide where nothing is over 2.1 s."""
+        n, count = len(self.row), np.diff(self.ptr)
+        more = count[count > 2].astype(np.int64)
+        narrow = int(self.dur_ns.max(initial=0)) + int(self.lag_ns.max(initial=0)) < 2**31
+        size, between = more.size + 1, int((more - 2).sum())
+        apart = np.empty((2, n), np.int32) if narrow else np.empty((2, n), np.int64)
+        between_apart = np.empty(between, np.int32) if narrow else np.empty(between, np.int64)
+        near, ops, at = np.empty((2, n), np.uint32), np.empty(size, np.uint32), np.empty(size, np.uint32)
+        made = near, apart, ops, at, np.empty(between, np.uint32), between_apart
+        (pair_narrow if narrow else pair)(self.ptr, self.src, self.lag_ns, self.from_start, self.dur_ns, *made)
+        return made
 
 
 def _check_ops(ops: pl.DataFrame) -> None:
@@ -259,7 +276,7 @@ class SweepPlan:
             raise ScenarioError(
                 f"class {min(both)!r} is both of ops and of edges; give the class of the ops another name."
             )
-        lag_ns = graph.edges["lag_ns"].to_numpy()[plan.edge]
+        lag_ns = plan.lag_ns
         unscaled = len(classes)
         group, ranks = _asked_for(plan)
         return cls(

@@ -117,11 +117,12 @@ def result_of(graph: Graph, plan: Plan, start: Int64s) -> Result:
     lasts = last_ops(end, plan.group, plan.row, len(plan.groups))
     step_ends = plan.groups.with_columns(end_ns=origin_ns + end[lasts])
     last, before = _step_bounds(plan, end, lasts)
-    path = _path(graph, plan, start, last, origin_ns)
+    apart_ns = plan.apart_ns
+    path = _path(graph, plan, apart_ns, start, last, origin_ns)
     step_end = int(end[last]) if last >= 0 else 0
     return Result(
         graph=graph,
-        ops=_replayed_ops(graph, plan, end, step_end, path, origin_ns),
+        ops=_replayed_ops(graph, plan, apart_ns, end, step_end, path, origin_ns),
         origin_ns=origin_ns,
         step_ns=step_end - before,
         step_ends=step_ends,
@@ -144,12 +145,12 @@ def _step_bounds(plan: Plan, end: Int64s, lasts: Int32s) -> tuple[int, int]:
 
 
 def _replayed_ops(
-    graph: Graph, plan: Plan, end: Int64s, step_end: int, path: pl.DataFrame, origin_ns: int
+    graph: Graph, plan: Plan, apart_ns: Int64s, end: Int64s, step_end: int, path: pl.DataFrame, origin_ns: int
 ) -> pl.DataFrame:
     due = np.full_like(end, NEVER)
     if len(plan.groups):
         due[plan.group >= int(np.argmax(plan.groups["step"] == plan.groups["step"][-1]))] = step_end
-    latest = latest_ends(plan.ptr, plan.src, plan.apart_ns.astype(np.int64), plan.from_start, plan.dur_ns, due)
+    latest = latest_ends(plan.ptr, plan.src, apart_ns, plan.from_start, plan.dur_ns, due)
     start, slack = np.empty_like(end), np.empty_like(end)
     start[plan.row] = origin_ns + end - plan.dur_ns
     slack[plan.row] = np.where(latest > NEVER // 2, -1, latest - end)
@@ -161,8 +162,8 @@ def _replayed_ops(
     )
 
 
-def _path(graph: Graph, plan: Plan, start: Int64s, last: int, origin_ns: int) -> pl.DataFrame:
-    at, by = path_to(plan.ptr, plan.src, plan.apart_ns.astype(np.int64), start, last).T
+def _path(graph: Graph, plan: Plan, apart_ns: Int64s, start: Int64s, last: int, origin_ns: int) -> pl.DataFrame:
+    at, by = path_to(plan.ptr, plan.src, apart_ns, start, last).T
     edges = graph.edges[plan.edge[by[1:]]].select("rule", "evidence", "lag_ns")
     left_at_start = np.append(plan.from_start[by[1:]], [False])[: len(at)]
     ops: pl.DataFrame = graph.ops[plan.row[at]].select("op_id", "rank", "lane", "kind", "name", "start_ns", "dur_ns")

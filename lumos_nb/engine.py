@@ -250,8 +250,7 @@ def _run(plan: Plan, graph: Graph, setup: _Setup) -> tuple[Int64s, pl.DataFrame]
     op[syncs[::-1, kernels.OF], kernels.SYNC] = np.arange(len(syncs))[::-1]
     out = order_by(src, np.arange(e, dtype=np.int32), n)
     kind = kernels.AFTER_START * plan.from_start + kernels.ISSUES * issues
-    lag_ns = graph.edges["lag_ns"].to_numpy()[plan.edge]
-    edges = offsets(src, n), np.column_stack([dst, lag_ns, kind])[out]
+    edges = offsets(src, n), np.column_stack([dst, plan.lag_ns, kind])[out]
     pool, demand = np.take(setup.pool, plan.row, 1), np.take(setup.demand, plan.row, 1)
     kinds, m = pool.shape[0], len(setup.kind_of)
     pools = np.column_stack([setup.kind_of, setup.in_turn, np.full((m, 2), -1), np.zeros(m)]).astype(np.int64)

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb._replay_kernels import Int64s, last_ops, least_apart
+from lumos_nb._replay_kernels import Int64s, last_ops
 from lumos_nb._replay_plan import Plan
 from lumos_nb.errors import InputError
 from lumos_nb.evaluate import chosen_steps, leave_one_out
@@ -100,16 +100,14 @@ def resampled_steps(
     plan = Plan.of(graph)
     choices = _durations(graph, others)[plan.row]
     ranks, rank_at = np.unique(graph.ops["rank"].to_numpy()[plan.row], return_inverse=True)
-    lag_ns = graph.edges["lag_ns"].to_numpy()[plan.edge]
     at = np.arange(len(plan.row))
     drawn = rng.integers(0, choices.shape[1], (draws, ranks.size))
-    return np.array([_step_ns(plan, lag_ns, choices[at, pick[rank_at]]) for pick in drawn], np.int64)
+    return np.array([_step_ns(plan, choices[at, pick[rank_at]]) for pick in drawn], np.int64)
 
 
-def _step_ns(plan: Plan, lag_ns: Int64s, dur_ns: Int64s) -> int:
+def _step_ns(plan: Plan, dur_ns: Int64s) -> int:
     """Time of the last step with other durations, (n,) in the plan's order."""
-    apart_ns = least_apart(plan.src, lag_ns, plan.from_start, dur_ns)
-    end = replace(plan, apart_ns=apart_ns, dur_ns=dur_ns).starts() + dur_ns
+    end = replace(plan, dur_ns=dur_ns).starts() + dur_ns
     ends = end[last_ops(end, plan.group, plan.row, len(plan.groups))]
     steps = plan.groups["step"].to_numpy()  # in order
     by_step = np.maximum.reduceat(ends, np.flatnonzero(np.diff(steps, prepend=steps[0] - 1)))
