@@ -104,7 +104,7 @@ class Recording:
         require(run, "events")
         marks = step_marks(EVENTS.check(run.events))
         events, marks, left_out = repairs.one_profile(run.events, marks)
-        ops, odd = ops_and_report(events)
+        ops, odd = ops_and_report(events, marks)
         ops, clocks = align_clocks(ops)
         ops, overlaps = lanes.in_turn(ops)
         report = pl.concat([left_out, odd, clocks, overlaps, repairs.unlaunched(ops)])
@@ -118,7 +118,7 @@ class Recording:
 
     def _step_defining(self) -> pl.DataFrame:
         """The ops whose ends make a step's end: device ops, or all where there is no device."""
-        work = self.ops.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+        work = self.ops.select("rank", "step", "device", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
         on_device = work.filter(pl.col("device").is_not_null())
         return on_device if on_device.height else work
 
@@ -210,7 +210,7 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     >>> graph = build_graph(load_run("runs/gpt"), step=3)  # doctest: +SKIP
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
-    step = recording.known_step(recording.default_step() if step is None else step)
+    step = recording.default_step() if step is None else recording.known_step(step)
     here = recording.ops.filter(pl.col("step") == step)
     unseen = step if unseen is None else recording.known_step(unseen)
     waits = find_waits(recording.ops, recording.records, step, unseen)

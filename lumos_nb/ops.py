@@ -87,13 +87,14 @@ def build_ops(events: pl.DataFrame) -> pl.DataFrame:
     >>> run = ln.load_run("runs/gpt")           # doctest: +SKIP
     >>> ln.build_ops(run.events).group_by("kind").len()  # doctest: +SKIP
     """
-    return ops_and_report(events)[0]
+    events = EVENTS.check(events)
+    return ops_and_report(events, step_marks(events))[0]
 
 
-def ops_and_report(events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """`build_ops`, and what was irregular in the events (`Graph.report`)."""
-    events, ids = _distinct_ids(EVENTS.check(events))
-    threads, overlaps = thread_ops(events, step_marks(events), layers_of(events))
+def ops_and_report(events: pl.DataFrame, marks: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """`build_ops` with these steps, and what was irregular in the events (`Graph.report`)."""
+    events, ids = _distinct_ids(events)
+    threads, overlaps = thread_ops(events, marks, layers_of(events))
     nccl = (pl.col("kind") == "kernel") & pl.col("name").str.contains(COMM_KERNELS)
     device = _communication(_device_ops(events, threads), nccl)
     ops = pl.concat([_communication(threads, pl.col("call") == HOST_COLLECTIVE), device], how="diagonal_relaxed")
