@@ -201,43 +201,15 @@ def engine(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     The caller's stretch that spans a burst of the engine is cut in two: before the burst, and what remains after it.
     The engine's idling between bursts is no work and is dropped. Returns rows and edges.
     """
-    callers = dict(_callers(hosts).iter_rows())
-    engines = hosts.filter(_BACKWARD).select("rank", "lane").unique(maintain_order=True)
-    all_edges = []
-    for rank, lane in engines.iter_rows():
-        if lane != callers[rank]:
-            hosts, edges = _engine_bursts(hosts, rank, callers[rank], lane)
-            all_edges.append(edges)
-    empty = _edges(pl.DataFrame(schema={"src": pl.Int64, "dst": pl.Int64}), "autograd")
-    return hosts, pl.concat([empty, *all_edges])
-
-
-def _engine_bursts(hosts: pl.DataFrame, rank: int, caller: str, lane: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    on_rank = pl.col("rank") == rank
-    stretches = hosts.filter(on_rank & (pl.col("lane") == caller) & pl.col("kind").is_in(["gap", "cpu"])).sort(
-        "from_ns"
-    )
-    busy = hosts.filter(on_rank & (pl.col("lane") == lane) & (pl.col("kind") != "gap")).sort("from_ns")
-    inside = (
-        busy.select("id", "from_ns", "to_ns")
-        .join_asof(stretches.select("from_ns", call="id", call_end_ns="to_ns"), on="from_ns", check_sortedness=False)
-        .filter(pl.col("to_ns") <= pl.col("call_end_ns"))
-    )
-    bursts = inside.group_by("call", maintain_order=True).agg(
-        first=pl.col("id").first(),
-        last=pl.col("id").last(),
-        begin_ns=pl.col("from_ns").first(),
-        done_ns=pl.col("to_ns").max(),
-    )
-    spans = bursts.select("begin_ns", "done_ns").sort("begin_ns")
-    idle = (
-        hosts.filter(on_rank & (pl.col("lane") == lane) & (pl.col("kind") == "gap"))
-        .sort("from_ns")
-        .join_asof(spans, left_on="from_ns", right_on="begin_ns", check_sortedness=False)
-        .filter(pl.col("done_ns").is_null() | (pl.col("from_ns") >= pl.col("done_ns")))["id"]
-    )
+    callers = _callers(hosts)
+    engines = hosts.filter(_BACKWARD).select("rank", "lane").unique().join(callers, on="rank")
+    lanes = engines.filter(pl.col("lane") != pl.col("main")).select("rank", "lane")
+    if lanes.is_empty():
+        return hosts, _edges(pl.DataFrame(schema={"src": pl.Int64, "dst": pl.Int64}), "autograd")
+    bursts, idle = _bursts(hosts, callers, lanes)
+    spans = bursts.group_by("call").agg(pl.col("begin_ns").min())
     kept = hosts.filter(~pl.col("id").is_in(idle.implode())).join(
-        bursts, left_on="id", right_on="call", how="left", maintain_order="left"
+        spans, left_on="id", right_on="call", how="left", maintain_order="left"
     )
     spanning = pl.col("begin_ns").is_not_null()
     before = kept.with_columns(to_ns=pl.coalesce("begin_ns", "to_ns")).with_columns(
@@ -252,13 +224,36 @@ def _engine_bursts(hosts: pl.DataFrame, rank: int, caller: str, lane: str) -> tu
         from_ns="begin_ns",
         blocks=pl.lit(value=True),
     )
-    rows = (
-        pl.concat([before, after])
-        .drop("first", "last", "begin_ns", "done_ns")
-        .sort("rank", "lane", "from_ns", "to_ns", "id")
+    rows = pl.concat([before, after]).drop("begin_ns").sort("rank", "lane", "from_ns", "to_ns", "id")
+    start = _edges(bursts.select(src="call", dst="first"), "autograd")
+    back = _edges(bursts.select(src="last", dst=in_role("call", ENGINE_RETURN)), "autograd")
+    return rows, pl.concat([start, back])
+
+
+def _bursts(hosts: pl.DataFrame, callers: pl.DataFrame, lanes: pl.DataFrame) -> tuple[pl.DataFrame, pl.Series]:
+    """What each engine thread did within one stretch of its caller, and the ids of its gaps outside all of that."""
+    caller = hosts.join(callers, left_on=["rank", "lane"], right_on=["rank", "main"], how="semi")
+    stretches = caller.filter(pl.col("kind").is_in(["gap", "cpu"])).select(
+        "rank", "from_ns", call="id", call_end_ns="to_ns"
     )
-    back = bursts.select(src="last", dst=in_role("call", ENGINE_RETURN))
-    return rows, pl.concat([_edges(bursts.select(src="call", dst="first"), "autograd"), _edges(back, "autograd")])
+    rows = hosts.join(lanes, on=["rank", "lane"], how="semi").select("rank", "lane", "kind", "id", "from_ns", "to_ns")
+    rows = rows.sort("from_ns", "id")
+    inside = (
+        rows.filter(pl.col("kind") != "gap")
+        .join_asof(stretches.sort("from_ns"), on="from_ns", by="rank", check_sortedness=False)
+        .filter(pl.col("to_ns") <= pl.col("call_end_ns"))
+    )
+    bursts = inside.group_by("rank", "lane", "call", maintain_order=True).agg(
+        first=pl.col("id").first(),
+        last=pl.col("id").last(),
+        begin_ns=pl.col("from_ns").first(),
+        done_ns=pl.col("to_ns").max(),
+    )
+    spans = bursts.select("rank", "lane", "begin_ns", "done_ns").sort("begin_ns")
+    gaps = rows.filter(pl.col("kind") == "gap").join_asof(
+        spans, left_on="from_ns", right_on="begin_ns", by=["rank", "lane"], check_sortedness=False
+    )
+    return bursts, gaps.filter(pl.col("done_ns").is_null() | (pl.col("from_ns") >= pl.col("done_ns")))["id"]
 
 
 def idle_threads(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -189,6 +189,20 @@ def test_kernels_do_not_hold_up_the_engine():
     assert spans(graph, "o") == [(1320, 1325)]
 
 
+def two_engines(trace: Trace, step: int, s: float) -> None:
+    """`backward`, of which another engine thread (autograd has one a device) does a part that ends 30 later."""
+    backward(trace, step, s)
+    trace.op("autograd::engine::evaluate_function: Other", s + 100, s + 280, thread=ENGINE + 1)
+
+
+def test_a_caller_goes_on_when_all_of_its_engine_threads_are_done():
+    graph = second_step(two_engines)
+    assert spans(graph, "backward") == [(1280, 1300)]
+    other = {"autograd::engine::evaluate_function: Other": 0.5}
+    assert spans(scaled(graph, other), "backward") == [(1250, 1270)]
+    assert spans(scaled(graph, {NODES[0]: 2}), "backward") == [(1326, 1346)]
+
+
 def two_backwards(trace: Trace, step: int, s: float) -> None:
     """Two micro-batches, each forward on the main thread and backward on the engine's."""
     for n, at in enumerate((s, s + 400)):
