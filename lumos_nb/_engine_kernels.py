@@ -13,8 +13,8 @@ from lumos_nb._jit import jit
 from lumos_nb._replay_kernels import NEVER, Bools, Floats, Int32s, Int64s, UInt32s
 
 READY, MISSING, START, END, DUR, PLACE, BEFORE, NEXT, WAITER, SYNC, STREAM, AFTER, FOLLOWER, FREED_BY, SINCE = range(15)
-N_FIELDS = 15
-"""Columns of the ops' state (n, 15), int64; -1 where there is none. READY: when what has ended lets the op start.
+N_FIELDS = 16  # two lines of cache, and what every op needs in the first
+"""Columns of the ops' state (n, 16), int64; -1 where there is none. READY: when what has ended lets the op start.
 MISSING: what it still waits for. PLACE: in the heap, 0 outside. STREAM: whose queue it goes through; BEFORE and NEXT:
 its neighbours there as issued. AFTER: the op of its stream that an edge puts before it. FOLLOWER: the op that is issued
 with it. SYNC: its first row of `syncs`. WAITER: the first row of `syncs` that waits for it. FREED_BY: the op whose end
@@ -137,8 +137,7 @@ def _is_held(events: Int64s, op: Int64s, tail: Int32s, syncs: Int64s, v: np.int6
     """Whether v, all of whose edges are satisfied, must wait for its stream, or for what others hold at this moment."""
     if op[v, BEFORE] == UNISSUED:
         _issue(op, tail, v)
-    i = op[v, SYNC]
-    op[v, SYNC] = -1
+    i = op[v, SYNC] if len(syncs) else -1
     while 0 <= i < len(syncs) and syncs[i, OF] == v:
         last = np.int64(tail[syncs[i, ON]])
         syncs[i, LAST] = last
@@ -148,6 +147,7 @@ def _is_held(events: Int64s, op: Int64s, tail: Int32s, syncs: Int64s, v: np.int6
             op[last, WAITER] = i
         elif last >= 0:
             op[v, READY] = max(op[v, READY], op[last, END] + syncs[i, LAG])
+        op[v, SYNC] = -1
         i += 1
     if op[v, MISSING] == 0 and op[v, READY] > now:
         _put(events, op, v, op[v, READY])
@@ -172,7 +172,7 @@ def _end(events: Int64s, op: Int64s, syncs: Int64s, out_ptr: UInt32s, out: Int64
             _release(events, op, out[e, DST], now + out[e, DELAY])
     if op[v, NEXT] >= 0:
         _release(events, op, op[v, NEXT], now)
-    i = op[v, WAITER]
+    i = op[v, WAITER] if len(syncs) else -1
     while i >= 0:
         _release(events, op, syncs[i, OF], now + syncs[i, LAG])
         i = syncs[i, ALSO]

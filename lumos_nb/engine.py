@@ -234,7 +234,9 @@ def _run(plan: Plan, graph: Graph, setup: _Setup) -> tuple[Int64s, pl.DataFrame]
     n, e = len(plan.row), len(plan.edge)
     src, dst = plan.src.astype(np.int32), np.repeat(np.arange(n, dtype=np.int32), np.diff(plan.ptr))
     stream = setup.stream[plan.row]
-    op = np.full((n, kernels.N_FIELDS), -1, np.int64)
+    memory = np.full((n + 1) * kernels.N_FIELDS, -1, np.int64)
+    begin = -memory.ctypes.data // memory.itemsize % kernels.N_FIELDS
+    op = memory[begin : begin + n * kernels.N_FIELDS].reshape(n, kernels.N_FIELDS)
     op[:, kernels.READY], op[:, kernels.MISSING], op[:, kernels.PLACE] = 0, np.diff(plan.ptr), 0
     op[:, kernels.DUR], op[:, kernels.STREAM] = plan.dur_ns, stream
     op[stream >= 0, kernels.BEFORE] = kernels.UNISSUED

@@ -148,6 +148,12 @@ def test_op_at_the_head_of_a_stream_holds_up_what_was_issued_after_it():
     assert starts(simulate(graph, Resources())) == {1: 0, 2: 1, 3: 0, 4: 5, 7: 0, 5: 50, 6: 70}
 
 
+def test_op_that_an_edge_puts_after_another_on_its_stream_is_not_issued_before_it():
+    ops = [op(1, "launch", 0, "cpu:1"), op(2, "launch", 3, "cpu:1"), op(3, "event", 0), op(4, "kernel", 9)]
+    edges = [edge(1, 2, rule="thread"), edge(1, 3, rule="issue"), edge(2, 4, rule="launch"), edge(4, 3)]
+    assert starts(simulate(graph_of(ops, edges), Resources())) == {1: 0, 2: 0, 3: 12, 4: 3}
+
+
 def test_transfer_goes_with_its_arrival_before_what_others_issue_meanwhile():
     ops = [
         op(1, "launch", 2, "cpu:1"),
