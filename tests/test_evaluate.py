@@ -128,7 +128,7 @@ def test_the_share_of_the_path_that_is_the_hosts_is_told():
 
 def test_one_step_besides_the_first_is_too_few():
     trace = steps(GAPS[:2], KERNELS[:2], (4, 4), (20, 20))
-    with pytest.raises(GraphError, match=r"at least two steps besides the first, not \[2\]"):
+    with pytest.raises(GraphError, match=r"at least 2 steps besides the first, not \[2\]"):
         mechanistic(recording_of(trace))
 
 

@@ -229,7 +229,7 @@ def test_delays_that_are_all_the_same_predict_nothing() -> None:
 
 
 def test_a_prediction_needs_two_different_steps() -> None:
-    with pytest.raises(GraphError, match=r"at least two steps besides the first, not \[2\]"):
+    with pytest.raises(GraphError, match=r"at least 2 steps besides the first, not \[2\]"):
         ln.mechanistic(run_of(repeated(usual)), [2, 2])
 
 
