@@ -25,7 +25,7 @@ _uncached: list[str] = []
 
 
 def jit(
-    signature: str, *, parallel: bool = False, allocates: bool = True
+    signature: str, *, parallel: bool = False, allocates: bool = True, inline: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Compile the decorated function now, for `signature`, without Python's lock and with numpy's division by zero.
 
@@ -39,6 +39,8 @@ def jit(
     allocates
         False: the function makes no array, so that it need not count references to those it is given: kernels that call
         each other once an op spend half their time on that.
+    inline
+        Put the function's code into those that call it, instead of a call.
 
     Examples
     --------
@@ -49,7 +51,8 @@ def jit(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         def compiled(*, cache: bool) -> Callable[P, R]:
-            options: dict[str, Any] = {"nogil": True, "parallel": parallel, "error_model": "numpy", "_nrt": allocates}
+            options: dict[str, Any] = {"nogil": True, "parallel": parallel, "error_model": "numpy"}
+            options |= {"_nrt": allocates, "forceinline": inline}
             wrapped = numba.njit(signature, cache=cache, **options)(function)
             return cast("Callable[P, R]", wrapped)
 

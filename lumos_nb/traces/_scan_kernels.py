@@ -7,18 +7,20 @@ byte at `i` is not what must stand there. Text ends with a zero byte, which no J
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
+from numba.extending import intrinsic
 
 from lumos_nb._jit import jit
 
 Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 Pointer: TypeAlias = Any
+Table: TypeAlias = tuple[Pointer, Pointer, Pointer, Pointer]
 
 # Columns of a row. `kinds` says what the value of `ints` is: none, a number, or the id of a string.
 PH, CAT, NAME, PID, TID, DEVICE, STREAM, CORRELATION, EXTERNAL_ID, EXTERNAL_ID_2021, SEQUENCE, START, DUR = range(13)
@@ -29,7 +31,7 @@ NONE, NUMBER, STRING = 0, 1, 2
 
 # What `scan` keeps between calls.
 POSITION, ROWS, DROPPED, EVENTS, ARGS_SIZE, STRINGS, POOL_SIZE, GAP, JUNK, BEGIN, STOP, NEXT, NO_ROOM = range(13)
-_ARGS_BEGIN, _ARGS_STOP, _N_SLOTS, _N_BOUNDS, _N_POOL = range(13, 18)
+_N_ARGS, _ARGS_STOP, _N_SLOTS, _N_BOUNDS, _N_POOL = range(13, 18)
 _VALUE, _KIND = 18, 32  # of the event that is being read, a place for each field
 _SEEN, _N_SEEN = 46, 512  # a table of the events that gave names
 N_STATE = _SEEN + 3 * _N_SEEN
@@ -47,46 +49,93 @@ N_KEPT, NO_TEXT, FIRST_NAME, NAMING, CPU_FUNCTIONS = 5, 5, 8, 11, 12
 AT_START, AFTER_EVENT, AFTER_COMMA, IN_JUNK = range(4)
 _NEAR = 1 << 14  # bytes within which a broken event is looked for as a whole
 _MAX_DEPTH = 60
-_NESTED = 64  # open events that an end looks for its name among
 _LATEST_US = 2**62 // 1000
 _QUOTE, _BACKSLASH, _COMMA, _COLON, _MINUS, _PLUS, _POINT, _ZERO, _NINE = (ord(c) for c in '"\\,:-+.09')
 _OPEN, _CLOSE, _OPEN_LIST, _CLOSE_LIST = (ord(c) for c in "{}[]")
-_D, _E, _F, _H, _I, _N, _P, _S, _T, _U = (ord(c) for c in "defhinpstu")
-_PLAIN = np.array([32 <= c < 128 and chr(c) not in '"\\' for c in range(256)])
+_E, _F, _N, _T, _U = (ord(c) for c in "efntu")
 _ESCAPED = np.array([chr(c) in '"\\/bfnrt' for c in range(256)])
 _HEX = np.array([int(chr(c), 16) if chr(c) in "0123456789abcdefABCDEF" else -1 for c in range(256)], np.int64)
 
 
-def _words(text: str) -> Iterator[tuple[int, int]]:
-    """Where the words of `text` stand in it, and their lengths."""
-    at = 0
-    for word in text.split():
-        yield at, len(word)
-        at += len(word) + 1
+def _word(text: str) -> int:
+    """Up to eight letters as the integer that they are in memory."""
+    return int.from_bytes(text.encode(), "little")
 
 
-_TEXT = "true false null device stream correlation xternal_id Sequence_number cat dur name args attr"
-_TRUE, _FALSE, _NULL, _DEVICE, _STREAM, _CORRELATION, _EXTERNAL, _SEQUENCE, _CAT, _DUR, _NAME, _ARGS, _ATTR = _words(
-    _TEXT
-)
-_LETTERS = np.frombuffer(_TEXT.replace("_", " ").encode(), np.uint8)
+_TRUE, _FALSE, _NULL = _word("true"), _word("false"), _word("null")
+_PH, _TS, _CAT, _PID, _TID, _DUR = _word("ph"), _word("ts"), _word("cat"), _word("pid"), _word("tid"), _word("dur")
+_NAME, _ARGS, _ATTR, _DEVICE, _STREAM = _word("name"), _word("args"), _word("attr"), _word("device"), _word("stream")
+_CORRELATION = _word("correlat"), _word("relation")  # the first eight letters and the last
+_EXTERNAL_ID = _word("External"), _word("ernal id")
+_EXTERNAL_ID_2021 = _word("external"), _word("ernal id")
+_SEQUENCE = _word("Sequence"), _word("e number")
+_EACH, _TOP = 0x0101010101010101, -0x7F7F7F7F7F7F7F80  # the lowest and the highest bit of eight bytes
+_QUOTES, _BACKSLASHES, _SPACES = _EACH * _QUOTE, _EACH * _BACKSLASH, _EACH * 32
+_MIX = -7046029254386353131
+
+# --- eight bytes at a time --------------------------------------------------------------------------------------------
+
+
+def _loaded(_: Any, text: Any, i: Any) -> Any:
+    """The eight bytes from `i` on, as an integer."""
+
+    def generated(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        word = context.get_value_type(types.int64)
+        return builder.load(builder.bitcast(builder.gep(args[0], [args[1]]), word.as_pointer()), align=1)
+
+    return types.int64(text, i), generated
+
+
+def _stored(_: Any, text: Any, i: Any, word: Any) -> Any:
+    """Put eight bytes."""
+
+    def generated(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        place = builder.gep(args[0], [args[1]])
+        builder.store(args[2], builder.bitcast(place, args[2].type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(text, i, word), generated
+
+
+def _found(_: Any, word: Any) -> Any:
+    """Which byte has the lowest bit of `word` that is set."""
+
+    def generated(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        bit = builder.cttz(args[0], context.get_constant(types.boolean, 1))
+        return builder.lshr(bit, context.get_constant(types.int64, 3))
+
+    return types.int64(word), generated
+
+
+_load = cast("Callable[[Pointer, int], int]", intrinsic(_loaded))
+_store = cast("Callable[[Pointer, int, int], None]", intrinsic(_stored))
+_first = cast("Callable[[int], int]", intrinsic(_found))
+
+
+@jit("int64(CPointer(uint8), int64, int64)", inline=True)
+def _letters(text: Pointer, i: int, size: int) -> int:
+    """The `size` bytes from `i` on, fewer than eight."""
+    return int(_load(text, i) & ((1 << 8 * size) - 1))
+
+
+@jit("int64(CPointer(uint8), int64, int64, CPointer(uint8), int64)", inline=True)
+def _copy(text: Pointer, i: int, stop: int, to: Pointer, at: int) -> int:
+    """Copy text[i:stop], and what follows up to a multiple of eight bytes; where the copy ends."""
+    end = at + stop - i
+    while at < end:
+        _store(to, at, _load(text, i))
+        at, i = at + 8, i + 8
+    return end
+
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-@jit("int64(CPointer(uint8), int64)")
+@jit("int64(CPointer(uint8), int64)", inline=True)
 def space_end(text: Pointer, i: int) -> int:
-    while text[i] == 32 or text[i] == 10 or text[i] == 13 or text[i] == 9:
+    while text[i] <= 32 and (text[i] == 32 or text[i] == 10 or text[i] == 13 or text[i] == 9):
         i += 1
     return i
-
-
-@jit("boolean(CPointer(uint8), int64, UniTuple(int64, 2))")
-def _is(text: Pointer, i: int, word: tuple[int, int]) -> bool:
-    for k in range(word[1]):  # noqa: SIM110  # numba has no generators
-        if text[i + k] != _LETTERS[word[0] + k]:
-            return False
-    return True
 
 
 @jit("int64(CPointer(uint8), int64)")
@@ -141,12 +190,25 @@ def _utf8_end(text: Pointer, i: int) -> int:
     return i + 1
 
 
-@jit("int64(CPointer(uint8), int64)")
+@jit("int64(int64)", inline=True)
+def _special(word: int) -> int:
+    """A bit in the first of eight bytes that is a quote, a backslash, a control character or beyond ASCII, if any is.
+
+    Bytes after that one may have theirs too.
+    """
+    quote, slash = word ^ _QUOTES, word ^ _BACKSLASHES
+    return (((quote - _EACH) & ~quote) | ((slash - _EACH) & ~slash) | ((word - _SPACES) & ~word) | word) & _TOP
+
+
+@jit("int64(CPointer(uint8), int64)", inline=True)
 def string_end(text: Pointer, i: int) -> int:
     """Where the closing quote of the string is whose first character is at `i`."""
     while True:
-        while _PLAIN[text[i]]:
-            i += 1
+        special = _special(_load(text, i))
+        while special == 0:
+            i += 8
+            special = _special(_load(text, i))
+        i += _first(special)
         c = text[i]
         if c == _QUOTE:
             return i
@@ -160,7 +222,7 @@ def string_end(text: Pointer, i: int) -> int:
             return i
 
 
-@jit("int64(CPointer(uint8), int64)")
+@jit("int64(CPointer(uint8), int64)", inline=True)
 def _digits_end(text: Pointer, i: int) -> int:
     if text[i] < _ZERO or text[i] > _NINE:
         return -i - 1
@@ -169,7 +231,7 @@ def _digits_end(text: Pointer, i: int) -> int:
     return i
 
 
-@jit("int64(CPointer(uint8), int64)")
+@jit("int64(CPointer(uint8), int64)", inline=True)
 def _number_end(text: Pointer, i: int) -> int:
     if text[i] == _MINUS:
         i += 1
@@ -189,30 +251,28 @@ def _number_end(text: Pointer, i: int) -> int:
     return end
 
 
-@jit("int64(CPointer(uint8), int64, UniTuple(int64, 2))")
-def _word_end(text: Pointer, i: int, word: tuple[int, int]) -> int:
-    for k in range(word[1]):
-        if text[i + k] != _LETTERS[word[0] + k]:
-            return -i - k - 1
-    return i + word[1]
+@jit("int64(CPointer(uint8), int64, int64, int64)", inline=True)
+def _word_end(text: Pointer, i: int, word: int, size: int) -> int:
+    wrong = _letters(text, i, size) ^ word
+    return -i - _first(wrong) - 1 if wrong else i + size
 
 
-@jit("int64(CPointer(uint8), int64)")
+@jit("int64(CPointer(uint8), int64)", inline=True)
 def _scalar_end(text: Pointer, i: int) -> int:
     c = text[i]
     if c == _QUOTE:
         end = string_end(text, i + 1)
         return end if end < 0 else end + 1
     if c == _T:
-        return _word_end(text, i, _TRUE)
+        return _word_end(text, i, _TRUE, 4)
     if c == _F:
-        return _word_end(text, i, _FALSE)
+        return _word_end(text, i, _FALSE, 5)
     if c == _N:
-        return _word_end(text, i, _NULL)
+        return _word_end(text, i, _NULL, 4)
     return _number_end(text, i)
 
 
-@jit("int64(CPointer(uint8), int64)")
+@jit("int64(CPointer(uint8), int64)", inline=True)
 def _value_of_key(text: Pointer, i: int) -> int:
     """Where the value starts whose key ends at the quote at `i`."""
     i = space_end(text, i + 1)
@@ -276,41 +336,40 @@ def compact(text: Pointer, i: int, stop: int, to: Pointer, at: int) -> int:
 # --- strings ----------------------------------------------------------------------------------------------------------
 
 
-@jit("boolean(CPointer(uint8), int64, int64, int64, CPointer(int64), CPointer(uint8))")
+@jit("boolean(CPointer(uint8), int64, int64, int64, CPointer(int64), CPointer(uint8))", inline=True)
 def _is_string(text: Pointer, begin: int, stop: int, known: int, bounds: Pointer, pool: Pointer) -> bool:
-    at = bounds[known]
-    if bounds[known + 1] - at != stop - begin:
+    at, size = bounds[known], stop - begin
+    if bounds[known + 1] - at != size:
         return False
-    for k in range(stop - begin):  # noqa: SIM110
-        if text[begin + k] != pool[at + k]:
+    while size >= 8:
+        if _load(text, begin) != _load(pool, at):
             return False
-    return True
+        begin, at, size = begin + 8, at + 8, size - 8
+    return _letters(text, begin, size) == _letters(pool, at, size)
 
 
-@jit("int64(CPointer(uint8), int64, int64)")
+@jit("int64(CPointer(uint8), int64, int64)", inline=True)
 def _hash(text: Pointer, begin: int, stop: int) -> int:
     h = stop - begin
-    while begin + 4 <= stop:
-        word = text[begin] | text[begin + 1] << 8 | text[begin + 2] << 16 | text[begin + 3] << 24
-        h = (h ^ word) * -7046029254386353131
-        h ^= h >> 29
-        begin += 4
-    while begin < stop:
-        h = (h ^ text[begin]) * -7046029254386353131
-        begin += 1
+    while begin + 8 <= stop:
+        h = (h ^ _load(text, begin)) * _MIX
+        h ^= h >> 32
+        begin += 8
+    h = (h ^ _letters(text, begin, stop - begin)) * _MIX
     return (h ^ h >> 32) & 0x7FFFFFFF
 
 
-_TABLE = "CPointer(int64), CPointer(int64), CPointer(uint8), CPointer(int64)"
+_TABLE = "Tuple((CPointer(int64), CPointer(int64), CPointer(uint8), CPointer(int64)))"
 
 
 @jit(f"int64(CPointer(uint8), int64, int64, {_TABLE})")
-def intern(text: Pointer, begin: int, stop: int, slots: Pointer, bounds: Pointer, pool: Pointer, state: Pointer) -> int:
+def intern(text: Pointer, begin: int, stop: int, table: Table) -> int:
     """Id of the string text[begin:stop]; -1, and NO_ROOM, if it is new and there is no room for it.
 
     A table is its slots, of `hash << 32 | id + 1`, its bounds, its pool and the state of `scan`. The bytes of a string
     are pool[bounds[id]:bounds[id + 1]].
     """
+    slots, bounds, pool, state = table
     tag = _hash(text, begin, stop)
     k = tag & (state[_N_SLOTS] - 1)
     while slots[k]:
@@ -320,11 +379,10 @@ def intern(text: Pointer, begin: int, stop: int, slots: Pointer, bounds: Pointer
                 return int(known)
         k = (k + 1) & (state[_N_SLOTS] - 1)
     n, at = state[STRINGS], state[POOL_SIZE]
-    if n + 2 > state[_N_BOUNDS] or 2 * n > state[_N_SLOTS] or at + stop - begin > state[_N_POOL]:
+    if n + 2 > state[_N_BOUNDS] or 2 * n > state[_N_SLOTS] or at + stop - begin + 8 > state[_N_POOL]:
         state[NO_ROOM] = 1
         return -1
-    for i in range(begin, stop):
-        pool[at + i - begin] = text[i]
+    _copy(text, begin, stop, pool, at)
     slots[k] = tag << 32 | n + 1
     bounds[n + 1] = at + stop - begin
     state[STRINGS], state[POOL_SIZE] = n + 1, at + stop - begin
@@ -333,9 +391,9 @@ def intern(text: Pointer, begin: int, stop: int, slots: Pointer, bounds: Pointer
 
 @jit("int64(uint8[::1], int64[::1], int64[::1], uint8[::1], int64[::1])")
 def id_of(text: Bytes, slots: Int64s, bounds: Int64s, pool: Bytes, state: Int64s) -> int:
-    """`intern` for the whole of an array."""
+    """`intern` for an array without its last eight bytes."""
     state[_N_SLOTS], state[_N_BOUNDS], state[_N_POOL] = slots.size, bounds.size, pool.size
-    return intern(text.ctypes, 0, text.size, slots.ctypes, bounds.ctypes, pool.ctypes, state.ctypes)
+    return intern(text.ctypes, 0, text.size - 8, (slots.ctypes, bounds.ctypes, pool.ctypes, state.ctypes))
 
 
 @jit("void(int64[::1], int64[::1])")
@@ -352,14 +410,13 @@ def rehash(old: Int64s, slots: Int64s) -> None:
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-@jit(f"int64(CPointer(uint8), int64, int64, {_TABLE})")
-def _read_text(
-    text: Pointer, i: int, field: int, slots: Pointer, bounds: Pointer, pool: Pointer, state: Pointer
-) -> int:
+@jit(f"int64(CPointer(uint8), int64, int64, {_TABLE})", inline=True)
+def _read_text(text: Pointer, i: int, field: int, table: Table) -> int:
     """A string or null. Of phases and ids, those with escapes are odd."""
+    state = table[3]
     if text[i] == _N and field != PH:
         state[_KIND + field] = NONE
-        return _word_end(text, i, _NULL)
+        return _word_end(text, i, _NULL, 4)
     if text[i] != _QUOTE:
         return -i - 1
     end = string_end(text, i + 1)
@@ -369,8 +426,8 @@ def _read_text(
         for k in range(i, end):
             if text[k] == _BACKSLASH:
                 return -k - 1
-    if field > NAME or not _is_string(text, i + 1, end, state[_VALUE + field], bounds, pool):  # the last event's
-        known = intern(text, i + 1, end, slots, bounds, pool, state)
+    if field >= NAME or not _is_string(text, i + 1, end, state[_VALUE + field], table[1], table[2]):  # the last event's
+        known = intern(text, i + 1, end, table)
         if known < 0:
             return -i - 1
         state[_VALUE + field] = known
@@ -378,11 +435,12 @@ def _read_text(
     return end + 1
 
 
-@jit(f"int64(CPointer(uint8), int64, int64, {_TABLE})")
-def _read_id(text: Pointer, i: int, field: int, slots: Pointer, bounds: Pointer, pool: Pointer, state: Pointer) -> int:
+@jit(f"int64(CPointer(uint8), int64, int64, {_TABLE})", inline=True)
+def _read_id(text: Pointer, i: int, field: int, table: Table) -> int:
     """An integer of up to 18 digits, a string or null."""
+    state = table[3]
     if text[i] == _QUOTE or text[i] == _N:
-        return _read_text(text, i, field, slots, bounds, pool, state)
+        return _read_text(text, i, field, table)
     first = i + (text[i] == _MINUS)
     end = _digits_end(text, first)
     if end < 0:
@@ -397,12 +455,12 @@ def _read_id(text: Pointer, i: int, field: int, slots: Pointer, bounds: Pointer,
     return end
 
 
-@jit("int64(CPointer(uint8), int64, int64, CPointer(int64))")
+@jit("int64(CPointer(uint8), int64, int64, CPointer(int64))", inline=True)
 def _read_ns(text: Pointer, i: int, field: int, state: Pointer) -> int:
     """Plain decimal microseconds, to the nearest ns; or null."""
     if text[i] == _N:
         state[_KIND + field] = NONE
-        return _word_end(text, i, _NULL)
+        return _word_end(text, i, _NULL, 4)
     first = i + (text[i] == _MINUS)
     end = _digits_end(text, first)
     if end < 0:
@@ -431,53 +489,57 @@ def _read_ns(text: Pointer, i: int, field: int, state: Pointer) -> int:
     return end
 
 
-@jit("int64(CPointer(uint8), int64, int64)")
+@jit("int64(CPointer(uint8), int64, int64)", inline=True)
 def _field_of_args(text: Pointer, begin: int, stop: int) -> int:
     size = stop - begin
     if size == 6:
-        return DEVICE if _is(text, begin, _DEVICE) else STREAM if _is(text, begin, _STREAM) else OTHER
-    if size == 11:
-        if _is(text, begin + 1, _EXTERNAL):
-            return EXTERNAL_ID if text[begin] == _E - 32 else EXTERNAL_ID_2021 if text[begin] == _E else OTHER
-        return CORRELATION if _is(text, begin, _CORRELATION) else OTHER
-    return SEQUENCE if size == 15 and _is(text, begin, _SEQUENCE) else OTHER
+        word = _letters(text, begin, 6)
+        return DEVICE if word == _DEVICE else STREAM if word == _STREAM else OTHER
+    if size not in (11, 15):
+        return OTHER
+    ends = _load(text, begin), _load(text, stop - 8)
+    if size == 15:
+        return SEQUENCE if ends == _SEQUENCE else OTHER
+    if ends == _CORRELATION:
+        return CORRELATION
+    return EXTERNAL_ID if ends == _EXTERNAL_ID else EXTERNAL_ID_2021 if ends == _EXTERNAL_ID_2021 else OTHER
 
 
-@jit("int64(CPointer(uint8), int64, int64)")
+@jit("int64(CPointer(uint8), int64, int64)", inline=True)
 def _field_of_event(text: Pointer, begin: int, stop: int) -> int:
-    size, a, b = stop - begin, text[begin], text[begin + 1]
+    size = stop - begin
+    if size > 4:
+        return OTHER
+    word = _letters(text, begin, size)
     if size == 2:
-        return PH if a == _P and b == _H else START if a == _T and b == _S else OTHER
+        return PH if word == _PH else START if word == _TS else OTHER
     if size == 3:
-        if b == _I and text[begin + 2] == _D:
-            return PID if a == _P else TID if a == _T else OTHER
-        return CAT if _is(text, begin, _CAT) else DUR if _is(text, begin, _DUR) else OTHER
-    if size == 4:
-        return (
-            NAME
-            if _is(text, begin, _NAME)
-            else ARGS
-            if _is(text, begin, _ARGS)
-            else ATTR
-            if _is(text, begin, _ATTR)
-            else OTHER
-        )
-    return OTHER
+        if word in (_CAT, _DUR):
+            return CAT if word == _CAT else DUR
+        return PID if word == _PID else TID if word == _TID else OTHER
+    return NAME if word == _NAME else ARGS if word == _ARGS else ATTR if word == _ATTR else OTHER
 
 
-@jit("int64(CPointer(uint8), int64)")
+@jit("int64(CPointer(uint8), int64)", inline=True)
 def _key_end(text: Pointer, i: int) -> int:
     """End of a key without escapes whose opening quote is at `i`."""
     if text[i] != _QUOTE:
         return -i - 1
-    end = string_end(text, i + 1)
-    for k in range(i + 1, end):
-        if text[k] == _BACKSLASH:
-            return -k - 1
-    return end
+    i += 1
+    while True:
+        special = _special(_load(text, i))
+        while special == 0:
+            i += 8
+            special = _special(_load(text, i))
+        i += _first(special)
+        if text[i] < 0x80:
+            return i if text[i] == _QUOTE else -i - 1
+        i = _utf8_end(text, i)
+        if i < 0:
+            return i
 
 
-@jit("int64(CPointer(uint8), int64)")
+@jit("int64(CPointer(uint8), int64)", inline=True)
 def _next_key(text: Pointer, i: int) -> int:
     """Past the comma that a further key follows, or at the brace that closes the object."""
     i = space_end(text, i)
@@ -489,42 +551,59 @@ def _next_key(text: Pointer, i: int) -> int:
     return i if text[i] == _QUOTE else -i - 1
 
 
-@jit(f"int64(CPointer(uint8), int64, {_TABLE})")
-def _read_args(text: Pointer, i: int, slots: Pointer, bounds: Pointer, pool: Pointer, state: Pointer) -> int:
+@jit(f"int64(CPointer(uint8), int64, CPointer(uint8), {_TABLE})", inline=True)
+def _read_args(text: Pointer, i: int, to: Pointer, table: Table) -> int:
+    """Read the object whose brace is at `i`, and copy it without the whitespace between its tokens."""
+    state = table[3]
     for field in range(DEVICE, SEQUENCE + 1):
         state[_KIND + field] = NONE
     if text[i] != _OPEN:
         return -i - 1
+    at = state[ARGS_SIZE] + 1
+    to[at] = _OPEN
     i = space_end(text, i + 1)
     while text[i] != _CLOSE:
-        end = _key_end(text, i)
+        key, end = i, _key_end(text, i)
         if end < 0:
             return end
         field = _field_of_args(text, i + 1, end)
-        i = _value_of_key(text, end)
+        i = begin = _value_of_key(text, end)
         if i >= 0:
-            i = value_end(text, i) if field == OTHER else _read_id(text, i, field, slots, bounds, pool, state)
-        if i >= 0:
-            i = _next_key(text, i)
+            i = value_end(text, i) if field == OTHER else _read_id(text, i, field, table)
         if i < 0:
             return i
+        if at + i - key + 32 > state[_N_ARGS]:
+            state[NO_ROOM] = 2
+            return -i - 1
+        at = _copy(text, key, end + 1, to, at + 1)
+        to[at] = _COLON
+        nested = text[begin] == _OPEN or text[begin] == _OPEN_LIST
+        at = compact(text, begin, i, to, at + 1) if nested else _copy(text, begin, i, to, at + 1)
+        to[at] = _COMMA
+        i = _next_key(text, i)
+        if i < 0:
+            return i
+    at += to[at] == _OPEN
+    to[at] = _CLOSE
+    state[_ARGS_STOP] = at + 1
     return i + 1
 
 
-@jit(f"int64(CPointer(uint8), int64, {_TABLE})")
-def _read_event(text: Pointer, i: int, slots: Pointer, bounds: Pointer, pool: Pointer, state: Pointer) -> int:
-    """Read the object whose brace is at `i`; its fields and the span of its arguments go to `state`."""
+@jit(f"int64(CPointer(uint8), int64, CPointer(uint8), {_TABLE})", inline=True)
+def _read_event(text: Pointer, i: int, to: Pointer, table: Table) -> int:
+    """Read the object whose brace is at `i`: its fields to `state`, its arguments behind those of the event before."""
+    state = table[3]
     given = OTHER
     for field in range(N_FIELDS):
         state[_KIND + field] = NONE
-    state[_ARGS_BEGIN] = state[_ARGS_STOP] = 0
+    state[_ARGS_STOP] = 0
     i = space_end(text, i + 1)
     while text[i] != _CLOSE:
         end = _key_end(text, i)
         if end < 0:
             return end
         field = _field_of_event(text, i + 1, end)
-        i = begin = _value_of_key(text, end)
+        i = _value_of_key(text, end)
         if i < 0:
             return i
         if field == OTHER or (field == ATTR and given == ARGS):
@@ -532,12 +611,11 @@ def _read_event(text: Pointer, i: int, slots: Pointer, bounds: Pointer, pool: Po
         elif field in (START, DUR):
             i = _read_ns(text, i, field, state)
         elif field in (PID, TID):
-            i = _read_id(text, i, field, slots, bounds, pool, state)
+            i = _read_id(text, i, field, table)
         elif field <= NAME:
-            i = _read_text(text, i, field, slots, bounds, pool, state)
+            i = _read_text(text, i, field, table)
         else:
-            i = _read_args(text, i, slots, bounds, pool, state)
-            given, state[_ARGS_BEGIN], state[_ARGS_STOP] = field, begin, i
+            i, given = _read_args(text, i, to, table), field
         if i >= 0:
             i = _next_key(text, i)
         if i < 0:
@@ -671,7 +749,8 @@ def _is_new_name(state: Pointer) -> bool:
 
 @jit(
     "int64(uint8[::1], int64, boolean, int64[:, ::1], uint8[:, ::1], int64[::1], uint8[::1], "
-    "int64[::1], int64[::1], uint8[::1], int64[::1])"
+    "int64[::1], int64[::1], uint8[::1], int64[::1])",
+    allocates=False,
 )
 def scan(
     text: Bytes,
@@ -691,15 +770,15 @@ def scan(
     A row is a column of `ints` and `kinds`; its arguments follow a line break in `args`. Events of other phases and of
     the profiler's own processes get an entry in `dropped`, of the ids of their phase and category.
     """
-    state[_N_SLOTS], state[_N_BOUNDS], state[_N_POOL] = slots.size, bounds.size, pool.size
+    state[_N_SLOTS], state[_N_BOUNDS], state[_N_POOL], state[_N_ARGS] = slots.size, bounds.size, pool.size, args.size
     while True:
         i = _gap(text.ctypes, state[POSITION], end, final, state.ctypes)
         if i < 0:
             return MORE_TEXT if i == -1 else CLOSED
-        if state[ROWS] == ints.shape[1] or state[DROPPED] == dropped.size:
+        if state[ROWS] == ints.shape[1] or state[DROPPED] == dropped.size or state[ARGS_SIZE] + 32 > args.size:
             return MORE_ROOM
-        stop = _read_event(text.ctypes, i, slots.ctypes, bounds.ctypes, pool.ctypes, state.ctypes)
-        if state[NO_ROOM] or state[ARGS_SIZE] + state[_ARGS_STOP] - state[_ARGS_BEGIN] + 4 > args.size:
+        stop = _read_event(text.ctypes, i, args.ctypes, (slots.ctypes, bounds.ctypes, pool.ctypes, state.ctypes))
+        if state[NO_ROOM]:
             return MORE_ROOM
         if stop < 0:
             bad = -stop - 1
@@ -722,29 +801,7 @@ def scan(
                 ints[field, n] = state[_VALUE + field]
                 kinds[field, n] = state[_KIND + field]
             args[at] = 10
-            if state[_ARGS_STOP]:
-                at = compact(text.ctypes, state[_ARGS_BEGIN], state[_ARGS_STOP], args.ctypes, at + 1)
-            else:
-                args[at + 1], args[at + 2], at = _OPEN, _CLOSE, at + 3
-            state[ARGS_SIZE], state[ROWS] = at, n + 1
+            if not state[_ARGS_STOP]:
+                args[at + 1], args[at + 2], state[_ARGS_STOP] = _OPEN, _CLOSE, at + 3
+            state[ARGS_SIZE], state[ROWS] = state[_ARGS_STOP], n + 1
         state[EVENTS] += 1
-
-
-@jit("int64[::1](int64[::1], int64[::1], boolean[::1], boolean[::1])")
-def partners(lane: Int64s, name: Int64s, begins: Flags, timed: Flags) -> Int64s:
-    """Of each half of an event the row of its other half, or -1. Rows are in order of lane and time."""
-    partner, stack, depth = np.full(lane.size, -1), np.empty(lane.size, np.int64), 0
-    for i in range(lane.size):
-        if i and lane[i] != lane[i - 1]:
-            depth = 0
-        if not timed[i]:
-            continue
-        if begins[i]:
-            stack[depth], depth = i, depth + 1
-            continue
-        k = depth - 1
-        while k >= max(0, depth - _NESTED) and name[i] != NO_TEXT and name[stack[k]] != name[i]:
-            k -= 1
-        if k >= max(0, depth - _NESTED):
-            partner[i], partner[stack[k]], depth = stack[k], i, k
-    return partner

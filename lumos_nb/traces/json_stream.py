@@ -26,10 +26,15 @@ UNDECODABLE = (msgspec.MsgspecError, RecursionError)
 """What decoders raise for text that they cannot read, the latter where it nests a thousand deep."""
 
 
+def most_unpacked(size: int) -> int:
+    """To how many bytes a file of `size` bytes may unpack."""
+    given = os.environ.get(MAX_BYTES_ENV, "")
+    return int(given) if given.isdecimal() else max(MAX_BYTES, MAX_RATIO * size)
+
+
 def check_unpacked(path: Path, size: int, unpacked: int) -> None:
     """Raise TraceError where a file of `size` bytes unpacks to more than it may."""
-    given = os.environ.get(MAX_BYTES_ENV, "")
-    limit = int(given) if given.isdecimal() else max(MAX_BYTES, MAX_RATIO * size)
+    limit = most_unpacked(size)
     if unpacked > limit:
         raise TraceError(
             f"{path} ({size:,} bytes) unpacks to more than {limit:,} bytes: if it is meant to, set the "
@@ -77,10 +82,11 @@ class Blocks:
             data = file.read(INFLATE_BYTES)
 
     def _limited(self, pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
-        total = 0
+        total, limit = 0, most_unpacked(size)
         for piece in pieces:
             total += len(piece)
-            check_unpacked(self.path, size, total)
+            if total > limit:
+                check_unpacked(self.path, size, total)
             yield piece
 
     def _inflate(self, data: bytes, file: BinaryIO) -> Iterator[bytes]:

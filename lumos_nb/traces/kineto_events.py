@@ -12,8 +12,9 @@ import polars as pl
 
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces import _scan_kernels as kernels
-from lumos_nb.traces._scan_kernels import Bytes, Flags, Int64s, partners
+from lumos_nb.traces._scan_kernels import Bytes, Int64s
 from lumos_nb.traces.exact import integer
+from lumos_nb.traces.pairs import BEGIN, WHOLE, Flags, joined
 from lumos_nb.traces.scan import Batch, Strings
 
 CATEGORIES = {
@@ -72,7 +73,6 @@ LONGEST_NS = 21 * 24 * 3600 * 10**9
 
 _NO_STREAM = 2**32 - 1  # how older files write the stream -1 of a synchronisation with the whole device
 
-_X, _BEGIN, _END = (kernels.KNOWN.index(phase) for phase in "XBE")
 _UNKNOWN, _INSTANT, _CPU_OP = range(3)  # codes of categories that the file does not write; others follow
 _WITHOUT = ("unknown", "cpu_instant_event", "cpu_op")
 
@@ -103,15 +103,15 @@ class EventTable:
             self._dropped[texts[code >> 32], texts[category - 1] if category else None] += count
         if batch.ints.shape[1]:
             frame = self._columns(batch, texts)
-            self._frames.append(frame.filter(pl.col("ph") < _BEGIN).drop("process", "tid"))
-            self._halves.append(frame.filter(pl.col("ph") >= _BEGIN))
+            self._frames.append(frame.filter(pl.col("ph") < BEGIN).drop("process", "tid"))
+            self._halves.append(frame.filter(pl.col("ph") >= BEGIN))
 
     def _columns(self, batch: Batch, texts: list[str]) -> pl.DataFrame:
         ints, kinds = batch.ints, batch.kinds
         given = kinds != kernels.NONE
         for of in (ints, kinds):
             np.copyto(of[kernels.EXTERNAL_ID], of[kernels.EXTERNAL_ID_2021], where=~given[kernels.EXTERNAL_ID])
-        instant = (ints[kernels.PH] != _X) & (ints[kernels.PH] < _BEGIN)
+        instant = (ints[kernels.PH] != WHOLE) & (ints[kernels.PH] < BEGIN)
         category = self._category(ints, kinds, instant, texts)
         on_device = pl.Series(self._on_device[category])
         pid, tid, device, stream, correlation, external_id, sequence = (
@@ -248,33 +248,6 @@ def _span(start_ns: pl.Series) -> tuple[int, int]:
     given = start_ns.filter(start_ns != 0).sort()
     middle = given[len(given) // 2]
     return middle - LONGEST_NS, middle + LONGEST_NS
-
-
-def joined(halves: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Make whole events of beginnings and ends; those, and the rows that are in none, with the `reason`.
-
-    An end belongs to the innermost open event of its process and thread, or of its name if it has one. The event has
-    its beginning's columns, and the end's arguments if the beginning has none.
-    """
-    halves = halves.with_columns(lane=pl.struct("process", "tid").rank("dense").cast(pl.Int64)).sort(
-        "lane", "start_ns", "event_id", nulls_last=True
-    )
-    lane, name = (halves[column].cast(pl.Int64).to_numpy(writable=True) for column in ("lane", "name"))
-    partner = partners(lane, name, (halves["ph"] == _BEGIN).to_numpy(), halves["start_ns"].is_not_null().to_numpy())
-    found = pl.Series(partner >= 0)
-    begins, ends = found & (halves["ph"] == _BEGIN), pl.Series(partner)
-    first, last = halves.filter(begins), halves[ends.filter(begins)]
-    whole = first.with_columns(
-        ph=pl.lit(_X, pl.UInt8),
-        dur_ns=last["start_ns"] - first["start_ns"],
-        args=pl.when(first["args"] == "{}").then(last["args"]).otherwise(first["args"]),
-    )
-    left = halves.filter(~begins).with_columns(
-        reason=pl.when(found.filter(~begins))
-        .then(pl.lit("the end of a pair, which is one event now"))
-        .otherwise(pl.lit("half of a pair whose other half is not in the file"))
-    )
-    return whole, left
 
 
 def _nullable(values: Int64s, known: Flags) -> pl.Series:

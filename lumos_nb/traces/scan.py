@@ -16,7 +16,8 @@ from lumos_nb.traces._scan_kernels import Bytes, Int64s
 from lumos_nb.traces.json_text import find_events
 
 BLOCK_BYTES = 1 << 20  # of text that is scanned at a time: it stays in the processor's cache
-BATCH_ROWS = 1 << 17
+BATCH_ROWS = 100_000  # no power of two: columns would share lines of the cache
+_PAD = 32  # bytes that kernels may read or write beyond what is in use
 MAX_AROUND_BYTES = 1 << 26  # of text before the events, and after them, that is looked at
 _SPACE = b" \t\r\n"
 _LAST_BRACKET = re.compile(rb".*\}(?=\s*\])", re.DOTALL)
@@ -67,11 +68,10 @@ class Strings:
         self.slots = slots
         self.bounds = np.append(self.bounds, np.zeros_like(self.bounds))
         self.pool = np.append(self.pool, np.zeros_like(self.pool))
-        self.state[kernels.NO_ROOM] = 0
 
     def intern(self, text: str) -> int:
         """Id of a string that need not be in a text."""
-        raw = np.frombuffer(bytearray(msgspec.json.encode(text)[1:-1]), np.uint8)
+        raw = np.frombuffer(bytearray(msgspec.json.encode(text)[1:-1] + bytes(8)), np.uint8)
         while (known := kernels.id_of(raw, *self.table)) < 0:
             self.grow()
         return known
@@ -176,8 +176,8 @@ class Scanner:
 
     def _append(self, piece: bytes) -> None:
         end = self._size + len(piece)
-        if end >= len(self._text):
-            self._text = np.append(self._text[: self._size], np.zeros(2 * end - self._size, np.uint8))
+        if end + _PAD > len(self._text):
+            self._text = np.append(self._text[: self._size], np.zeros(2 * end - self._size + _PAD, np.uint8))
         self._text[self._size : end] = np.frombuffer(piece, np.uint8)
         self._text[end] = 0
         self._size = end
@@ -228,7 +228,7 @@ class Scanner:
             return
         n, begin = state[kernels.ROWS], int(state[kernels.ARGS_SIZE])
         end = begin + 1 + len(row.args)
-        if end >= len(self._args):
+        if end + _PAD > len(self._args):
             self._args = np.append(self._args, np.zeros(end, np.uint8))
         self._args[begin:end] = np.frombuffer(b"\n" + row.args, np.uint8)
         self._kinds[:, n] = kernels.NONE
@@ -240,7 +240,9 @@ class Scanner:
         state[kernels.ROWS], state[kernels.ARGS_SIZE] = n + 1, end
 
     def _make_room(self) -> Iterator[Batch]:
-        if self.state[kernels.NO_ROOM]:
+        why = self.state[kernels.NO_ROOM]
+        self.state[kernels.NO_ROOM] = 0
+        if why == 1:
             self.strings.grow()
         elif self.state[kernels.ROWS] or self.state[kernels.DROPPED]:
             yield self._batch()
