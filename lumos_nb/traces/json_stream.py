@@ -15,7 +15,7 @@ from lumos_nb.errors import TraceError
 
 GZIP_MAGIC = b"\x1f\x8b"
 READ_BYTES = 1 << 14  # of the file at a time
-INFLATE_BYTES = 1 << 16  # of text at a time: what a damaged file may lose before the damage
+INFLATE_BYTES = 1 << 17  # of text at a time: what a damaged file may lose before the damage
 
 MAX_BYTES_ENV = "LUMOS_NB_MAX_BYTES"
 MAX_BYTES, MAX_RATIO = 1 << 30, 100

@@ -103,13 +103,16 @@ class EventTable:
             self._dropped[texts[code >> 32], texts[category - 1] if category else None] += count
         if batch.ints.shape[1]:
             frame = self._columns(batch, texts)
-            self._frames.append(frame.filter(pl.col("ph") < BEGIN).drop("process", "tid"))
-            self._halves.append(frame.filter(pl.col("ph") >= BEGIN))
+            half = batch.ints[kernels.PH] >= BEGIN
+            if half.any():
+                self._halves.append(frame.filter(half))
+                frame = frame.filter(~half)
+            self._frames.append(frame.drop("process", "tid"))
 
     def _columns(self, batch: Batch, texts: list[str]) -> pl.DataFrame:
         ints, kinds = batch.ints, batch.kinds
         given = kinds != kernels.NONE
-        for of in (ints, kinds):
+        for of in (ints, kinds) if given[kernels.EXTERNAL_ID_2021].any() else ():
             np.copyto(of[kernels.EXTERNAL_ID], of[kernels.EXTERNAL_ID_2021], where=~given[kernels.EXTERNAL_ID])
         instant = (ints[kernels.PH] != WHOLE) & (ints[kernels.PH] < BEGIN)
         category = self._category(ints, kinds, instant, texts)
@@ -142,7 +145,7 @@ class EventTable:
         functions = (kinds[kernels.PID] == kernels.STRING) & (ints[kernels.PID] == kernels.CPU_FUNCTIONS)
         default = np.where(instant, _INSTANT, np.where(functions, _CPU_OP, _UNKNOWN))
         codes = np.where(kinds[kernels.CAT] != kernels.NONE, ints[kernels.CAT] + len(_WITHOUT), default)
-        used = np.unique(codes).tolist()
+        used = np.flatnonzero(np.bincount(codes)).tolist()
         more = max(0, used[-1] + 1 - len(self._categories))
         self._categories += [None] * more
         self._on_device = np.append(self._on_device, np.zeros(more, np.bool_))
@@ -181,8 +184,8 @@ class EventTable:
             return EVENTS.empty()
         events = pl.concat(self._frames)
         self._frames.clear()
-        if halves := [half for half in self._halves if len(half)]:
-            whole, left = joined(pl.concat(halves))
+        if self._halves:
+            whole, left = joined(pl.concat(self._halves))
             self._note_dropped(left)
             events = pl.concat([events, whole.select(events.columns)]).sort("event_id")
         self._halves.clear()
@@ -258,7 +261,9 @@ def _nullable(values: Int64s, known: Flags) -> pl.Series:
 
 def _lines(text: Bytes, count: int) -> pl.Series:
     """Strings of a text with a line each. Split in one go, which is much faster than decoding one by one."""
-    lines = pl.Series([text.tobytes().decode()]).str.split("\n").explode()
+    lines = pl.read_csv(
+        text.tobytes(), has_header=False, separator="\x01", quote_char=None, schema={"args": pl.String}
+    ).to_series()
     if len(lines) != count:
         raise AssertionError(f"{len(lines)} lines of arguments for {count} events.")
     return lines

@@ -15,7 +15,8 @@ from lumos_nb.traces import _scan_kernels as kernels
 from lumos_nb.traces._scan_kernels import Bytes, Int64s
 from lumos_nb.traces.json_text import find_events
 
-BLOCK_BYTES = 1 << 20  # of text that is scanned at a time: it stays in the processor's cache
+BLOCK_BYTES = 1 << 18  # of text that is scanned at a time: it stays in the processor's cache
+ARGS_BYTES = 1 << 23  # of arguments that a batch has room for at first
 BATCH_ROWS = 100_000  # no power of two: columns would share lines of the cache
 _PAD = 32  # bytes that kernels may read or write beyond what is in use
 MAX_AROUND_BYTES = 1 << 26  # of text before the events, and after them, that is looked at
@@ -123,7 +124,7 @@ class Scanner:
         self._ints = np.zeros((kernels.N_FIELDS, BATCH_ROWS), np.int64)
         self._kinds = np.zeros((kernels.N_FIELDS, BATCH_ROWS), np.uint8)
         self._dropped = np.zeros(BATCH_ROWS, np.int64)
-        self._args = np.zeros(8 * BLOCK_BYTES, np.uint8)
+        self._args = np.zeros(ARGS_BYTES, np.uint8)
 
     @property
     def events(self) -> int:
