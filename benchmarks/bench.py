@@ -1,14 +1,19 @@
-"""Speed, each figure beside something measured in the same run: `python -m benchmarks.bench` writes results.json."""
+"""Speed, each figure beside something measured in the same run: `python -m benchmarks.bench` writes results.json.
+
+`HTA_PYTHON` names the interpreter of an environment that has HolisticTraceAnalysis (`pip install traceinsight`); without
+it the row beside HTA stays as it is.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import bench_replay
+from benchmarks import bench_graph, bench_load, bench_replay
 from benchmarks.rows import RESULTS, Row, record
 from lumos_nb import datasets
 from lumos_nb.critical_path import replay
@@ -65,7 +70,8 @@ def main() -> None:
     """Measure and write down."""
     shared = TRACES / LARGEST
     folder = shared if shared.is_dir() else datasets.path("gpt-ddp")
-    rows = [*pipeline_rows(folder), *bench_replay.rows()]
+    rows = [*pipeline_rows(folder), *bench_graph.rows(), *bench_load.rows(os.environ.get("HTA_PYTHON"))]
+    rows += bench_replay.rows()
     record(RESULTS, rows)
     for row in rows:
         print(f"{row.name:45} {row.value:14.6g} {row.unit:14} {row.baseline} {row.baseline_value or ''} {row.target}")
