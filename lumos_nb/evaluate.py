@@ -8,7 +8,6 @@ from statistics import median
 
 import polars as pl
 
-from lumos_nb.calls import HOST_COLLECTIVE
 from lumos_nb.critical_path import replay, sweep
 from lumos_nb.errors import GraphError
 from lumos_nb.graph import Graph, Recording, build_graph
@@ -197,13 +196,13 @@ def chosen_steps(recording: Recording, steps: Sequence[int] | None, *, least: in
 
 def leave_one_out(recording: Recording, steps: Sequence[int]) -> Iterator[tuple[int, Graph, dict[int, Graph]]]:
     """Each step: the one before it (after the first), its graph, and the others' graphs, which know nothing of it."""
+    own = {step: build_graph(recording, step) for step in steps}
     # Only waits that the trace does not name are told by other steps, so only they make a graph depend on `unseen`.
-    told = (recording.ops["call"] != HOST_COLLECTIVE).any()
-    shared = {} if told else {step: build_graph(recording, step) for step in steps}
+    told = any((graph.edges["evidence"] == "time").any() for graph in own.values())
     for place, step in enumerate(steps):
         rest = [other for other in steps if other != step]
-        others = {o: shared.get(o) or build_graph(recording, o, unseen=step) for o in rest}
-        yield steps[place - 1] if place else steps[1], shared.get(step) or build_graph(recording, step), others
+        others = {o: build_graph(recording, o, unseen=step) if told else own[o] for o in rest}
+        yield steps[place - 1] if place else steps[1], own[step], others
 
 
 def _measured(times: pl.DataFrame) -> dict[int, int]:
