@@ -202,9 +202,29 @@ class Stage(PipelineStage):
 
 def pipeline_parallel(config: GptConfig, device: str = "cpu") -> Step:
     """As many stages as ranks, 1F1B."""
-    rank, stages = dist.get_rank(), dist.get_world_size()
+    return _pipeline(config, device, dist.group.WORLD, lambda model: None)
+
+
+def grid_parallel(config: GptConfig, device: str = "cpu", *, stages: int = 4) -> Step:
+    """Pipelines of `stages` ranks side by side, 1F1B; replicas of a stage average their gradients in one all-reduce."""
+    replicas = dist.get_world_size() // stages
+    mesh = init_device_mesh(device, (replicas, stages), mesh_dim_names=("dp", "pp"))
+
+    def average(model: nn.Module) -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads]) / replicas
+        dist.all_reduce(flat, group=mesh.get_group("dp"))
+        for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
+    return _pipeline(config, device, mesh.get_group("pp"), average)
+
+
+def _pipeline(config: GptConfig, device: str, group: Any, average: Callable[[nn.Module], None]) -> Step:
+    """One stage of a pipeline over the ranks of a group, with what its replicas do between backward and optimizer."""
+    rank, stages = dist.get_rank(group), dist.get_world_size(group)
     model = make_model(config, device, rank, stages)
-    stage = Stage(model, rank, stages, torch.device(device))
+    stage = Stage(model, rank, stages, torch.device(device), group=group)
     schedule = Schedule1F1B(stage, config.micro_batches, loss_fn=loss_fn)
     tokens, optimizer = make_batch(config, device), torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -215,6 +235,7 @@ def pipeline_parallel(config: GptConfig, device: str = "cpu") -> Step:
             schedule.step(tokens[:, :-1], target=tokens[:, 1:])
         else:
             schedule.step(target=tokens[:, 1:])
+        average(model)
         optimizer.step()
 
     return step

@@ -1,4 +1,4 @@
-"""Record the bundled runs: a small GPT alone and on two ranks, and what changes to it do to its step time.
+"""Record the bundled runs: a small GPT alone, on two ranks and on 20, and what changes to it do to its step time.
 
     python datasets/make_datasets.py                                  the CPU runs: 12 minutes at most, 2 cores
     python datasets/make_datasets.py --device cuda --pack --out DIR   one GPU: depths, widths, batches
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -116,17 +118,20 @@ STEPS: dict[str, Callable[[gpt.GptConfig, str], gpt.Step]] = {
     "ddp": lambda config, device: gpt.data_parallel(config, device, hook=ddp_hook),
     "tp": gpt.tensor_parallel,
     "pp": gpt.pipeline_parallel,
+    "grid": gpt.grid_parallel,
 }
-WORLD_SIZE = {"single": 1, "cuda": 1, "ddp": 2, "tp": 2, "pp": 2}
-CAPTURED = {"single": ("base",), "ddp": ("base",), "tp": ("base",), "pp": ("base",)}
+WORLD_SIZE = {"single": 1, "cuda": 1, "ddp": 2, "tp": 2, "pp": 2, "grid": 20}
+CAPTURED = {"single": ("base",), "ddp": ("base",), "tp": ("base",), "pp": ("base",), "grid": ("base",)}
 CAPTURED |= {"cuda": ("base", "layers_24", "hidden_2048", "batch_16")}
+GRID = gpt.GptConfig(layers=4, hidden=32, heads=2, vocab=64, seq=16, batch=8, micro_batches=4)
+"""The model of the run on 20 ranks, five pipelines of four stages: so small because they share a few cores."""
 
 
 def variants(kind: str, plan: Plan) -> dict[str, Variant]:
     """The base, a copy of it, and every change to it."""
-    base = Variant(plan.base)
+    base = Variant(GRID if kind == "grid" else plan.base)
     every = {"base": base, "again": base}
-    every |= {name: Variant(replace(plan.base, **changes)) for name, changes in CHANGES[kind].items()}
+    every |= {name: Variant(replace(plan.base, **changes)) for name, changes in CHANGES.get(kind, {}).items()}
     return every if kind == "single" else every | {"delay_20": Variant(plan.base, 20.0)}
 
 
@@ -199,7 +204,9 @@ def record(
     sizes = {key: value if isinstance(value, int) else str(value) for key, value in fields_of(variant.config).items()}
     arguments = {"kind": kind, **sizes, "delayed_rank": DELAYED_RANK if delayed else None}
     steps, timed = (plan.traced * 3 // 2, plan.timed * 4 // 3) if delayed else (plan.traced, plan.timed)
-    with capture(folder, steps=steps, warmup=plan.warmup, timed=timed, device=plan.device, arguments=arguments) as rec:
+    counts = {"steps": steps, "warmup": plan.warmup, "timed": timed}
+    slim = {"executed": 0, "record_shapes": False} if kind == "grid" else {}
+    with capture(folder, **counts, **slim, device=plan.device, arguments=arguments) as rec:
         shuffled = shuffled_delays(rec.total_steps) if delayed else [0] * rec.total_steps
         for delay_ms in rec.wrap(shuffled):
             log.append((rec.phase, rec.phase_step, DELAYED_RANK, delay_ms))
@@ -226,9 +233,11 @@ def shuffled_delays(n: int) -> list[int]:
 
 def launch(target: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 300) -> None:
     """Run `target(rank, world_size, store, *args)` in fresh processes."""
+    method = "spawn" if world_size <= 2 else "forkserver"  # many processes load torch once
+    multiprocessing.set_forkserver_preload(["torch.distributed.pipelining", "torch.distributed.tensor.parallel"])
     with tempfile.TemporaryDirectory() as folder:
         processes = mp.start_processes(
-            target, (world_size, str(Path(folder, "store")), *args), world_size, join=False, start_method="spawn"
+            target, (world_size, str(Path(folder, "store")), *args), world_size, join=False, start_method=method
         )
         deadline = time.monotonic() + timeout_s
         while not processes.join(max(deadline - time.monotonic(), 0.1)):
@@ -290,11 +299,29 @@ def record_all(kinds: list[str], plan: Plan, out: Path) -> None:
             print(f"recording {folder}", flush=True)
             shutil.rmtree(out / folder, ignore_errors=True)
             variant = variants(kind, plan)[name]
-            launch(record, WORLD_SIZE[kind], kind, folder, variant, False, plan, str(out))
+            own = replace(plan, timed=min(plan.timed, 10)) if kind == "grid" else plan
+            launch(record, WORLD_SIZE[kind], kind, folder, variant, False, own, str(out))
+            for path in (out / folder).glob("rank-*.json.gz") if kind == "grid" else ():
+                keep_outermost(path)
     if "ddp" in kinds:
         print("recording gpt-ddp-delay", flush=True)
         shutil.rmtree(out / "gpt-ddp-delay", ignore_errors=True)
         launch(record, 2, "ddp", "gpt-ddp-delay", Variant(plan.base), True, plan, str(out))
+
+
+def keep_outermost(path: Path) -> None:
+    """Leave out of a trace what operators call and which backward belongs to which forward: a quarter remains."""
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    kept, until = [], {}
+    for event in sorted(trace["traceEvents"], key=lambda e: (float(e.get("ts", 0)), -float(e.get("dur", 0)))):
+        if event.get("cat") == "cpu_op":
+            end = event["ts"] + event["dur"]
+            if end <= until.get(event["tid"], 0):
+                continue
+            until[event["tid"]] = end
+        if event.get("cat") != "fwdbwd":
+            kept.append(event)
+    path.write_bytes(gzip.compress(json.dumps(trace | {"traceEvents": kept}).encode(), mtime=0))
 
 
 def measure_all(kinds: list[str], plan: Plan, out: Path, deadline: float) -> list[tuple[Any, ...]]:
@@ -368,7 +395,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--only", help="kinds, with commas between: single, ddp, tp, pp; give --out too")
+    parser.add_argument("--only", help="kinds, with commas between: single, ddp, tp, pp, grid; give --out too")
     parser.add_argument("--launches", type=int)
     parser.add_argument("--minutes", type=float, help="start no launch after this long (10, on CUDA 7)")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
@@ -386,10 +413,11 @@ def main() -> None:
     if options.quick:
         plan = replace(plan, launches=1, rounds=2, warmup=1, timed=3, traced=2)
     plan = replace(plan, launches=options.launches or plan.launches)
-    kinds = ["cuda"] if options.device == "cuda" else (options.only or "single,ddp,tp,pp").split(",")
+    kinds = ["cuda"] if options.device == "cuda" else (options.only or "single,ddp,tp,pp,grid").split(",")
     record_all(kinds, plan, options.out)
     minutes = options.minutes or (7 if options.device == "cuda" else 10)
-    table = measure_all(kinds, plan, options.out, started + 60 * minutes)
+    measured = [kind for kind in kinds if kind in CHANGES]
+    table = measure_all(measured, plan, options.out, started + 60 * minutes) if measured else []
     if options.pack:
         pack(options.out)
     write_readme(options.out)

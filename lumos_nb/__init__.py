@@ -39,10 +39,12 @@ if TYPE_CHECKING:
     from lumos_nb.recorder import capture as capture
     from lumos_nb.report import step_report as step_report
     from lumos_nb.resampling import jitter as jitter
+    from lumos_nb.resampling import step_interval as step_interval
     from lumos_nb.steady import repeat as repeat
     from lumos_nb.stragglers import waiting_caused as waiting_caused
     from lumos_nb.stragglers import with_pooled_durations as with_pooled_durations
     from lumos_nb.stragglers import without_stragglers as without_stragglers
+    from lumos_nb.symmetry import fill_ranks as fill_ranks
     from lumos_nb.traces.perfetto import write_perfetto as write_perfetto
     from lumos_nb.traces.run import Run as Run
     from lumos_nb.traces.run import load_run as load_run
@@ -59,7 +61,8 @@ _MODULES = {
     "lumos_nb.stragglers": ("waiting_caused", "with_pooled_durations", "without_stragglers"),
     "lumos_nb.evaluate": ("delayed_steps", "mechanistic", "score_waits", "what_ifs"),
     "lumos_nb.findings": ("exposed_communication", "waits_for"),
-    "lumos_nb.resampling": ("jitter",),
+    "lumos_nb.resampling": ("jitter", "step_interval"),
+    "lumos_nb.symmetry": ("fill_ranks",),
     "lumos_nb.ledger": ("check_prediction", "read_ledger", "save_prediction"),
     "lumos_nb.report": ("step_report",),
     "lumos_nb.recorder": ("Recorder", "capture"),

@@ -45,6 +45,7 @@ DATASETS = {
     "gpt-ddp": Dataset("gpt-ddp", "the same on two ranks, data parallel (DDP, gloo)"),
     "gpt-tp": Dataset("gpt-tp", "the same on two ranks, tensor parallel (DTensor, gloo)"),
     "gpt-pp": Dataset("gpt-pp", "the same in two stages, 1F1B with four micro-batches (gloo)"),
+    "gpt-grid": Dataset("gpt-grid", "a smaller one on 20 ranks: five pipelines of four stages (gloo)"),
     "gpt-ddp-delay": Dataset("gpt-ddp-delay", "gpt-ddp with a logged delay on rank 1 that changes from step to step"),
     "variants": Dataset("variants.csv", "step time of changed CPU runs as a ratio to the base", _RATIOS),
     "variant-steps": Dataset("variant-steps.csv", "the step times behind `variants`", _STEPS),

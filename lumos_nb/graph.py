@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import polars as pl
 
@@ -36,6 +36,8 @@ class Graph(Tables):
     queue_sizes
         Rank -> how many device ops may be outstanding on each of its devices before its launches wait; ranks without a
         known limit are absent.
+    filled
+        Rank without a trace -> the rank whose copy it is (`fill_ranks`); empty where all ops were measured.
     """
 
     ops: pl.DataFrame
@@ -43,12 +45,14 @@ class Graph(Tables):
     step: int
     report: pl.DataFrame = field(default_factory=pl.DataFrame)
     queue_sizes: Mapping[int, int] = field(default_factory=dict)
+    filled: Mapping[int, int] = field(default_factory=dict)
 
     def _title(self) -> str:
         own = self.ops.filter(pl.col("kind") != "boundary")["step"].unique().drop_nulls().to_list()
         first = min(own, default=self.step)
         steps = f"step {self.step}" if first == self.step else f"steps {first} to {self.step}"
-        return f"Graph of {steps}: {len(self.ops):,} ops, {len(self.edges):,} edges (see .ops, .edges, .report)"
+        copies = f", {len(self.filled)} ranks filled (see .filled)" if self.filled else ""
+        return f"Graph of {steps}: {len(self.ops):,} ops, {len(self.edges):,} edges{copies} (see .ops, .edges, .report)"
 
     def __repr__(self) -> str:
         return text_table(_kinds(self.ops), caption=self._title())
@@ -61,6 +65,10 @@ def _kinds(ops: pl.DataFrame) -> pl.DataFrame:
     """How many ops of each kind there are, and how long they take together."""
     kinds = ops.group_by("kind").agg(ops=pl.len(), time_ns=pl.col("dur_ns").sum())
     return kinds.sort("time_ns", "kind", descending=[True, False])
+
+
+GROUPS = {"group": pl.String(), "description": pl.String(), "ranks": pl.List(pl.Int32())}
+"""Columns of `Recording.groups`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,10 @@ class Recording:
         As in `Graph.report`.
     steps
         The steps that the profiler marked, in order; the whole window is step 0 if it marked none.
+    groups
+        The process groups that the files list: `group`, `description`, `ranks` (all members, traced or not).
+    filled
+        As in `Graph.filled`.
     """
 
     ops: pl.DataFrame
@@ -86,9 +98,12 @@ class Recording:
     world_size: int
     report: pl.DataFrame
     steps: tuple[int, ...]
+    groups: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=GROUPS))
+    filled: Mapping[int, int] = field(default_factory=dict)
 
     def _title(self) -> str:
-        ranks = f"{self.ops['rank'].n_unique()} of {self.world_size} ranks"
+        ranks = f"{self.ops['rank'].n_unique() - len(self.filled)} of {self.world_size} ranks"
+        ranks += f" and {len(self.filled)} filled from these" if self.filled else ""
         steps = f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}"
         return f"Recording of {steps}, on {ranks}: {len(self.ops):,} ops (see .step_times(), .report)"
 
@@ -105,16 +120,16 @@ class Recording:
         marks = step_marks(EVENTS.check(run.events))
         events, marks, left_out = repairs.one_profile(run.events, marks)
         ops, odd = ops_and_report(events, marks)
-        ops, clocks = align_clocks(ops)
+        groups = _groups(run)
+        ops, clocks = align_clocks(_with_group_sizes(ops, groups))
         ops, overlaps = lanes.in_turn(ops)
         report = pl.concat([left_out, odd, clocks, overlaps, repairs.unlaunched(ops)])
         steps = tuple(marks["step"].unique().sort().to_list())
-        stated = run.ranks["world_size"].max()
-        held = run.ranks.height
-        world_size = max(held, int(stated)) if isinstance(stated, int) else held
+        stated = (run.ranks.height, run.ranks["world_size"].max(), groups["ranks"].explode().n_unique())
+        world_size = max(count for count in stated if isinstance(count, int))
         if not steps:
             report = pl.concat([report, repairs.unmarked()])
-        return cls(identify(ops), sync_records(events), world_size, report, steps or (0,))
+        return cls(identify(ops), sync_records(events), world_size, report, steps or (0,), groups)
 
     def _step_defining(self) -> pl.DataFrame:
         """The ops whose ends make a step's end: device ops, or all where there is no device."""
@@ -181,6 +196,28 @@ class Recording:
         return int(chosen.sort("step_ns")["step"][chosen.height // 2])
 
 
+def _groups(run: Run) -> pl.DataFrame:
+    """The process groups that the files list, each once. A group that lists no rank is of all ranks."""
+    rows: dict[tuple[str, tuple[int, ...]], str] = {}
+    for metadata in run.metadata.values():
+        about = {key: metadata[key] for key in ("distributedInfo", "layout") if isinstance(metadata.get(key), dict)}
+        listed = [about.get("distributedInfo", {}).get("pg_config"), about.get("layout", {}).get("groups")]
+        world = range(run.ranks["world_size"].max() or 0)  # type: ignore[arg-type]
+        for group in (group for groups in listed if isinstance(groups, list) for group in groups):
+            ranks = (group.get("ranks") or [*world]) if isinstance(group, dict) else None
+            if isinstance(ranks, list) and all(isinstance(r, int) and 0 <= r < 2**31 for r in ranks):
+                rows[str(group.get("pg_name")), tuple(sorted(ranks))] = str(group.get("pg_desc") or "")
+    table = [(name, description, list(ranks)) for (name, ranks), description in rows.items()]
+    return pl.DataFrame(table, schema=GROUPS, orient="row")
+
+
+def _with_group_sizes(ops: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
+    """`ops` whose `group_size` is that of the listed group where the op itself does not say."""
+    sizes = groups.select("group", listed=pl.col("ranks").list.len().cast(pl.Int32)).unique("group", keep="none")
+    ops = ops.join(sizes, on="group", how="left", maintain_order="left")
+    return ops.with_columns(group_size=pl.coalesce("group_size", "listed")).drop("listed")
+
+
 def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | None = None) -> Graph:
     """Ops and edges of one step over all ranks, as it was measured.
 
@@ -220,7 +257,8 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     rows, edges, notes = _rows_and_edges(recording, here, waits, queue, step)
     rows, edges = measure.in_issue_order(rows, edges)
     rows, edges = measure.add_lags(measure.settle(rows, edges), edges)
-    return _finished(rows, edges, step, pl.concat([recording.report, *notes, _evidence(rows, edges)]), sizes)
+    report = pl.concat([recording.report, *notes, _evidence(rows, edges)])
+    return replace(_finished(rows, edges, step, report, sizes), filled=recording.filled)
 
 
 def _is_cuda(ops: pl.DataFrame) -> bool:
@@ -237,8 +275,10 @@ def _rows_and_edges(
     hosts, engine_edges = rules.engine(hosts)
     hosts, wake_edges = rules.idle_threads(hosts)
     streams = lanes.stream_rows(here.filter(on_stream), waits, calls)
-    joins = lanes.join_rows(pl.concat([streams, hosts], how="diagonal_relaxed"))
-    streams, estimated = lanes.absent_peers(streams, joins, lanes.usual_transfers(recording.ops), recording.world_size)
+    joins = lanes.join_rows(pl.concat([streams, hosts], how="diagonal_relaxed"), recording.filled)
+    transfers = lanes.usual_transfers(recording.ops)
+    streams, estimated = lanes.absent_peers(streams, joins, transfers, recording.world_size, recording.filled)
+    hosts, guessed = lanes.absent_peers(hosts, joins, transfers, recording.world_size, recording.filled)
     starts = recording.rank_starts(step)
     origin_ns = int(pl.concat([hosts["from_ns"], starts["at_ns"]]).min())  # type: ignore[arg-type]
     backlog = lanes.backlog_rows(recording.ops, waits["target"], step, origin_ns)
@@ -270,7 +310,7 @@ def _rows_and_edges(
         ["src", "dst"], keep="first", maintain_order=True
     )
     detail = "other ranks have no trace: the low quantile of equal calls; the rest is a wait of its own"
-    comm = streams.join(estimated, on="id", how="semi").with_columns(time_ns="dur_ns")
+    comm = rows.join(pl.concat([estimated, guessed]), on="id", how="semi").with_columns(time_ns="dur_ns")
     return rows, edges, [repairs.counted("transfers estimated", comm, detail)]
 
 

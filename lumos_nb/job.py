@@ -90,4 +90,5 @@ def groups() -> dict[str, list[int]]:
         return {}
     from torch.distributed.distributed_c10d import _world as state
 
-    return {state.pg_names[group]: sorted(ranks) for group, ranks in state.pg_group_ranks.items()}
+    members = state.pg_group_ranks.items()  # groups that the rank is not in stand there too, under no name
+    return {state.pg_names[group]: sorted(ranks) for group, ranks in members if group in state.pg_names}

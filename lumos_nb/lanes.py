@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import polars as pl
 
 from lumos_nb.calls import BLOCKING_COPIES, HOST_COLLECTIVE
@@ -185,32 +187,55 @@ def _event_points(waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def absent_peers(
-    streams: pl.DataFrame, joins: pl.DataFrame, transfers: pl.DataFrame, world_size: int
-) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Rows of the streams where collectives lack ranks: an explicit wait for them, then an estimated transfer.
+def lacks_ranks(world_size: int, filled: Iterable[int]) -> pl.Expr:
+    """Whether some ranks of a collective have no trace, of communication ops or rows of one step, all of them.
 
-    Returns the rows, and the ids of the transfers so estimated. A group of unknown size is taken to be all ranks.
+    A group of unknown size is taken to be all ranks; where a thread waits inside an op, those that do so.
     """
-    whole = joins.select("match", "members", joined_ns="from_ns")
-    comm = (
-        streams.filter(pl.col("kind") == "comm")
-        .join(whole, on="match", how="left")
-        .join(transfers, on="op_id", how="left")
+    together = pl.coalesce("match", -1 - pl.col("op_id"))
+    message = pl.col("peer").is_not_null() & pl.col("collective").is_in(["send", "recv"])
+    others = pl.when(~IS_HIDDEN_ON_HOST).then(pl.lit(world_size, pl.Int32))
+    size = pl.coalesce(pl.when(message).then(2), "group_size", others)
+    return ((~pl.col("rank").is_in(list(filled))).sum().over(together) < size).fill_null(value=False)
+
+
+def absent_peers(
+    rows: pl.DataFrame, joins: pl.DataFrame, transfers: pl.DataFrame, world_size: int, filled: Iterable[int] = ()
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Rows of the streams, or threads, where collectives lack ranks: an explicit wait for them, then a transfer.
+
+    Returns the rows, and the ids of the transfers so estimated. Ranks `filled` from others have no trace either: they
+    do not hold up traced ones, whose wait is as measured, and their own transfer begins and ends with those of the
+    traced ranks that they meet.
+    """
+    copied = pl.col("rank").is_in(list(filled))
+    whole = joins.select("match", joined_ns="from_ns")
+    comm = rows.filter(pl.col("kind") == "comm").join(whole, on="match", how="left")
+    comm = comm.join(transfers, on="op_id", how="left")
+    partial = comm.filter(lacks_ranks(world_size, filled))
+    partial = partial.with_columns(from_ns=pl.max_horizontal("from_ns", "joined_ns"))
+    together = pl.coalesce("match", -1 - pl.col("op_id"))  # what a transfer takes, one of its ranks may know better
+    partial = partial.with_columns(pl.col("transfer_ns").min().over(together))
+    begin_ns = pl.max_horizontal("from_ns", pl.col("to_ns") - pl.col("transfer_ns"))
+    partial = partial.with_columns(begin_ns=pl.when(copied).then("from_ns").otherwise(begin_ns))
+    met_ns = pl.col("begin_ns").filter(~copied).max().over(together)
+    met_end_ns = pl.col("to_ns").filter(~copied).median().cast(pl.Int64).over(together)
+    ends_ns = pl.coalesce(met_end_ns, pl.col("begin_ns") + pl.col("transfer_ns"))
+    partial = partial.with_columns(
+        begin_ns=pl.when(copied).then(pl.max_horizontal("begin_ns", met_ns)).otherwise("begin_ns")
     )
-    size = pl.coalesce("group_size", pl.when(pl.col("peer").is_not_null()).then(2), pl.lit(world_size, pl.Int32))
-    partial = (
-        comm.filter(pl.col("members").fill_null(1) < size)
-        .with_columns(from_ns=pl.max_horizontal("from_ns", "joined_ns"))
-        .with_columns(begin_ns=pl.max_horizontal("from_ns", pl.col("to_ns") - pl.col("transfer_ns")))
+    partial = partial.with_columns(
+        until_ns=pl.when(copied).then(pl.max_horizontal("begin_ns", ends_ns)).otherwise("to_ns")
     )
-    cut = streams.join(partial.select("id", "begin_ns"), on="id", how="left", maintain_order="left").with_columns(
+    cut = rows.join(partial.select("id", "begin_ns", "until_ns"), on="id", how="left", maintain_order="left")
+    cut = cut.with_columns(
         from_ns=pl.coalesce("begin_ns", "from_ns"),
         start_ns=pl.coalesce("begin_ns", "start_ns"),
-        dur_ns=pl.col("to_ns") - pl.coalesce("begin_ns", "from_ns"),
+        to_ns=pl.coalesce("until_ns", "to_ns"),
+        dur_ns=pl.coalesce("until_ns", "to_ns") - pl.coalesce("begin_ns", "from_ns"),
         blocks=pl.col("blocks") & pl.col("begin_ns").is_null(),
     )
-    waiting = partial.with_columns(
+    waiting = partial.filter((pl.col("begin_ns") > pl.col("from_ns")) & ~copied).with_columns(
         id=in_role("id", ABSENT_PEERS),
         kind=pl.lit("unexplained"),
         name=pl.lit(ABSENT),
@@ -218,22 +243,35 @@ def absent_peers(
         to_ns="begin_ns",
         blocks=pl.lit(value=False),
         dur_ns=pl.col("begin_ns") - pl.col("from_ns"),
-        place=pl.col("place") - 0.05,
     )
-    rows = pl.concat([cut.drop("begin_ns"), waiting.select(streams.columns)])
-    return rows.sort("rank", "lane", "place", "issue_ns", "id", maintain_order=True), partial.select("id")
+    order = ["from_ns", "to_ns"]
+    if "place" in rows.columns:
+        waiting, order = waiting.with_columns(place=pl.col("place") - 0.05), ["place", "issue_ns"]
+    else:  # what the original waited before it arrived is no delay of the copy
+        cut = cut.with_columns(blocks=pl.col("blocks") | (copied & (pl.col("name") == "arrival")))
+    both = pl.concat([cut.drop("begin_ns", "until_ns"), waiting.select(rows.columns)])
+    return both.sort("rank", "lane", *order, "id", maintain_order=True), partial.select("id")
+
+
+ORIGINAL = "original"
+"""Column of raw ops where some are copies: the `op_id` of what each is a copy of."""
 
 
 def usual_transfers(ops: pl.DataFrame) -> pl.DataFrame:
     """`op_id`, `transfer_ns`: the low quantile of the equal communication calls of the same rank, in all steps.
 
-    A call lasts from when the last of the ranks at hand had arrived.
+    A call lasts from when the last of the traced ranks had arrived; a copy's takes as long as its original's.
     """
     comm = ops.filter(pl.col("kind") == "comm")
+    copies = comm.filter(pl.col(ORIGINAL).is_not_null()) if ORIGINAL in comm.columns else comm.clear()
+    comm = comm.join(copies, on="op_id", how="anti", maintain_order="left")
     begun = pl.when(pl.col("match").is_not_null()).then(pl.col("start_ns").max().over("match"))
     comm = comm.with_columns(lasts_ns=pl.col("start_ns") + pl.col("dur_ns") - pl.coalesce(begun, "start_ns"))
-    size = pl.coalesce(pl.col("comm_bytes").cast(pl.String), "shapes", pl.format("{}/{}", "site", "nth"))
-    return comm.select(
+    named = pl.when(IS_HIDDEN_ON_HOST & (pl.col("collective") != "hidden")).then(
+        "name"
+    )  # of timelines: says all there is
+    size = pl.coalesce(pl.col("comm_bytes").cast(pl.String), "shapes", named, pl.format("{}/{}", "site", "nth"))
+    usual = comm.select(
         "op_id",
         transfer_ns=pl.col("lasts_ns")
         .clip(0)
@@ -241,19 +279,28 @@ def usual_transfers(ops: pl.DataFrame) -> pl.DataFrame:
         .over("rank", "collective", "group", size)
         .cast(pl.Int64),
     )
+    if copies.is_empty():
+        return usual
+    of_copies = copies.select("op_id", original=ORIGINAL).join(usual, left_on="original", right_on="op_id")
+    return pl.concat([usual, of_copies.select("op_id", "transfer_ns")])
 
 
-def join_rows(streams: pl.DataFrame) -> pl.DataFrame:
-    """One zero-length row a matched collective: the point at which all its ranks have arrived."""
+def join_rows(streams: pl.DataFrame, filled: Iterable[int] = ()) -> pl.DataFrame:
+    """One zero-length row a matched collective: the point at which all its ranks have arrived.
+
+    Of its `members`, `traced` are not `filled` from others: these alone are waited for, if there are any.
+    """
+    traced = ~pl.col("rank").is_in(list(filled))
     comm = streams.filter((pl.col("kind") == "comm") & pl.col("match").is_not_null())
     shared = comm.group_by("match", maintain_order=True).agg(
         pl.col("rank").min(),
         pl.col("step").first(),
         pl.col("collective").first(),
         pl.col("group").first(),
-        pl.col("from_ns").max(),
+        pl.coalesce(pl.col("from_ns").filter(traced).max(), pl.col("from_ns").max()),
         pl.col("phase").first(),
         members=pl.len(),
+        traced=traced.sum(),
     )
     return shared.filter(pl.col("members") > 1).select(
         "rank",
@@ -263,6 +310,7 @@ def join_rows(streams: pl.DataFrame) -> pl.DataFrame:
         "phase",
         "match",
         "members",
+        "traced",
         id=-1 - pl.col("match"),
         lane=pl.lit("net"),
         kind=pl.lit("join"),

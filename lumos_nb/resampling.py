@@ -14,6 +14,8 @@ from lumos_nb._replay_plan import Plan
 from lumos_nb.errors import InputError
 from lumos_nb.evaluate import chosen_steps, leave_one_out
 from lumos_nb.graph import Graph, Recording
+from lumos_nb.lanes import lacks_ranks
+from lumos_nb.symmetry import Layout, fill_ranks
 from lumos_nb.traces.run import Run
 
 DRAWS = 200
@@ -38,7 +40,8 @@ def jitter(
     run
         A run with at least three steps whose beginning is known.
     steps
-        The steps to predict and to draw from; None takes all but the first profiled one.
+        The steps to predict and to draw from; None takes all but the first and last profiled ones, which the profiler's
+        own start and end disturb, or all but the first where that leaves fewer than three.
     level
         The share of steps that the interval is to hold, between 0 and 1.
     draws
@@ -67,8 +70,10 @@ def jitter(
     """
     _check(level, draws)
     recording = run if isinstance(run, Recording) else Recording.of(run)
-    measured = dict(recording.step_times().select("step", "step_ns").iter_rows())
-    chosen = chosen_steps(recording, steps, least=3)
+    times = recording.step_times()
+    measured = dict(times.select("step", "step_ns").iter_rows())
+    inner = times.filter(~pl.col("edge"))["step"].to_list()
+    chosen = chosen_steps(recording, inner if steps is None and len(inner) > 2 else steps, least=3)
     rng, sides = np.random.default_rng(seed), [(1 - level) / 2, 0.5, (1 + level) / 2]
     rows = []
     for before, own, others in leave_one_out(recording, chosen):
@@ -129,3 +134,88 @@ def _durations(graph: Graph, others: Sequence[Graph]) -> NDArray[np.int64]:
 def _named(graph: Graph) -> pl.DataFrame:
     number = pl.int_range(pl.len()).over("rank", "lane", "kind", "name", order_by="start_ns")
     return graph.ops.select("rank", "lane", "kind", "name", "dur_ns", number=number)
+
+
+NEAR_STEPS = 8
+"""How late absent ranks were is drawn from so many of the steps around the one that is asked for, and from itself."""
+
+
+def step_interval(
+    run: Run | Recording,
+    step: int | None = None,
+    *,
+    replicas: Sequence[Sequence[int]] | None = None,
+    level: float = LEVEL,
+    draws: int = 10 * DRAWS,
+    seed: int = 0,
+) -> pl.DataFrame:
+    """The time of a step of which some ranks have no trace, with an interval for what these may change about it.
+
+    A step lasts from the latest end over ranks of the step before to its own latest end. What traced ranks waited for
+    absent ones is measured, so absent ranks can change it only by ending after all traced ones, in this step or in the
+    one before. How much later is drawn, for each rank that can be filled (`fill_ranks`) and both times, from how much
+    later than all other traced ranks its replicas ended the steps around. Nothing is replayed: a copy with another
+    step's durations would be late for what the traced ranks know it was in time for.
+
+    Parameters
+    ----------
+    run
+        A run of which some ranks have a trace, not yet filled.
+    step
+        As in `build_graph`.
+    replicas
+        As in `fill_ranks`.
+    level
+        The share of steps that the interval is to hold, between 0 and 1.
+    draws
+        Of the absent ranks' lateness.
+    seed
+        Of the random numbers: equal seeds give equal intervals.
+
+    Returns
+    -------
+    table
+        One row: `step`, `step_ns` (on traced ranks), `low_ns`, `median_ns`, `high_ns` (null with one traced rank, which
+        tells nothing of how far ranks are apart), `level`, `ranks_measured`, `ranks_filled`, `ranks_absent` (not filled
+        either: the interval knows nothing of their lateness), `transfers_estimated` (as in the filled step's graph).
+
+    Raises
+    ------
+    InputError
+        `level` or `draws` is out of range, or as in `fill_ranks`.
+
+    Examples
+    --------
+    >>> step_interval(load_run("runs/17-of-20"), step=4)  # doctest: +SKIP
+    """
+    _check(level, draws)
+    traced = run if isinstance(run, Recording) else Recording.of(run)
+    filled, layout = fill_ranks(traced, replicas=replicas), Layout.of(traced, replicas)
+    step = traced.known_step(traced.default_step() if step is None else step)
+    measured_ns = traced.step_times().filter(step=step)["step_ns"].item()
+    interval: list[int | None] = [None] * 3
+    if len(layout.traced) > 1:
+        at = traced.steps.index(step)
+        near = sorted(traced.steps[:-1] or traced.steps, key=lambda one: abs(traced.steps.index(one) - at))
+        late = [_lateness(traced, one) for one in near[: NEAR_STEPS + 1]]
+        rng, later = np.random.default_rng(seed), np.zeros((2, draws), np.int64)
+        for rank in filled.filled:
+            known = [ranks[like] for ranks in late for like in layout.equals(rank)]
+            later = np.maximum(later, rng.choice(known, later.shape))
+        quantiles = np.quantile(later[1] - later[0], [(1 - level) / 2, 0.5, (1 + level) / 2])
+        interval = [measured_ns + round(change_ns) for change_ns in quantiles]
+    row = {"step": step, "step_ns": measured_ns} | dict(zip(("low_ns", "median_ns", "high_ns"), interval, strict=True))
+    row |= {"level": level, "ranks_measured": len(layout.traced), "ranks_filled": len(filled.filled)}
+    row |= {"ranks_absent": len(layout.kin) - len(layout.traced) - len(filled.filled)}
+    comm = filled.ops.filter((pl.col("step") == step) & (pl.col("kind") == "comm"))
+    estimated = comm.filter(lacks_ranks(traced.world_size, filled.filled)).height
+    return pl.DataFrame(row | {"transfers_estimated": estimated}, schema_overrides=dict.fromkeys(_INTERVAL, pl.Int64))
+
+
+_INTERVAL = ("step", "step_ns", "low_ns", "median_ns", "high_ns", "transfers_estimated")
+
+
+def _lateness(traced: Recording, step: int) -> dict[int, int]:
+    """How much later than all others each rank ended a step; below 0 for all but the last."""
+    at_ns = dict(traced.rank_starts(step + 1).select("rank", "at_ns").iter_rows())
+    return {rank: end_ns - max(at_ns[other] for other in at_ns if other != rank) for rank, end_ns in at_ns.items()}

@@ -11,6 +11,7 @@ from lumos_nb.lanes import (
     BACKLOG,
     BLOCKED,
     ENGINE_RETURN,
+    ORIGINAL,
     OWN,
     RECORD_POINT,
     WAIT_POINT,
@@ -112,17 +113,23 @@ def _targets(waits: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
 
 
 def collectives(streams: pl.DataFrame, joins: pl.DataFrame) -> pl.DataFrame:
-    """Rule 7: all arrivals -> join -> every rank's transfer; without a matched partner, after its own arrival."""
+    """Rule 7: all arrivals -> join -> every rank's transfer; without a matched partner, after its own arrival.
+
+    Copies of other ranks hold up no traced rank: what these wait for them is measured. They go on with the traced ones.
+    """
     comm = streams.filter(pl.col("kind") == "comm").with_columns(
         join=-1 - pl.col("match"), arrival=row_id("op_id", ARRIVAL)
     )
     joined = comm.join(joins.select(join="id"), on="join", how="semi").filter(~is_send())
     alone = comm.join(joined.select("id"), on="id", how="anti")
     partly = streams.filter(has_role(ABSENT_PEERS))
-    entering = comm.join(joins.select(join="id"), on="join", how="semi").select(src="arrival", dst="join")
+    is_copy = pl.col(ORIGINAL).is_not_null() if ORIGINAL in comm.columns else pl.lit(value=False)
+    entering = comm.join(joins.select("traced", join="id"), on="join").filter(~is_copy | (pl.col("traced") == 0))
+    going_on = comm.filter(is_copy).select("match", dst="id").join(partly.select("match", src="id"), on="match")
     return pl.concat(
         [
-            _edges(entering, "collective"),
+            _edges(entering.select(src="arrival", dst="join"), "collective"),
+            _edges(going_on, "collective"),
             _edges(joined.select(src="join", dst="id"), "collective"),
             _edges(alone.select(src="arrival", dst="id"), "collective"),
             _edges(partly.select(src="id", dst=in_role("id", OWN)), "collective"),

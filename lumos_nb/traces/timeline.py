@@ -36,6 +36,8 @@ COLLECTIVES = {
 """Op -> which collective it is, and what its ranks share: all replicas of a stage, all stages of a replica that show
 the op, all of the job. `layernorm-grads-all-reduce` is among tensor ranks, which the files do not tell apart."""
 
+_SCOPES = {op: scope for op, (_, scope) in COLLECTIVES.items()}
+
 ROUNDING_NS = 1_000
 """Times in the files are single-precision seconds that were shifted afterwards; peers' begins agree to within this."""
 
@@ -86,10 +88,11 @@ def read_timeline(path: str | Path) -> Trace:
     events = pl.concat([_events(rows), _marks(records, count)], how="diagonal_relaxed")
     events = events.with_columns(pl.lit(None, dtype).alias(c) for c, dtype in EVENTS.columns.items() if c not in events)
     meta = path.with_name(f"meta-{path.name.split('.')[0].rpartition('-')[2]}.yaml")
+    sizes = {"data_parallel": replicas, "pipeline_parallel": stages, **_sizes(meta)}
     metadata: dict[str, Any] = {
         "ranks": records["rank"].unique().sort().to_list(),
         "event_count": count,
-        "layout": {"data_parallel": replicas, "pipeline_parallel": stages, **_sizes(meta)},
+        "layout": {**sizes, "groups": _groups(rows)},
         "beside": [meta.name] if meta.is_file() else [],
     }
     order = events.sort("rank", "start_ns", pl.col("category") == "cpu_op", "event_id")
@@ -232,7 +235,7 @@ def _communication(records: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     table = records.with_row_index("row")
     is_message = name.str.contains(r"^(forward|backward)-(send|recv)$")
     exchanges = _exchanges(table.filter(is_message))
-    scope = name.replace_strict({op: scope for op, (_, scope) in COLLECTIVES.items()}, default=None)
+    scope = name.replace_strict(_SCOPES, default=None)
     group = pl.when(scope == "stage").then("stage").when(scope == "replica").then("replica").cast(pl.String)
     joint = table.filter(name.is_in(list(COLLECTIVES))).with_columns(
         collective=name.replace_strict({op: collective for op, (collective, _) in COLLECTIVES.items()}, default=None),
@@ -298,6 +301,14 @@ def _components(message: NDArray[Any], call: NDArray[Any]) -> NDArray[np.int64]:
             low, high = sorted((find(int(call[a])), find(int(call[b]))))
             root[high] = low
     return np.array([find(int(c)) for c in call], np.int64)
+
+
+def _groups(rows: pl.DataFrame) -> list[dict[str, Any]]:
+    """The groups of ranks that communicate, in the words of the profiler's `pg_config`."""
+    members = rows.filter(pl.col("group").is_not_null()).group_by("group", maintain_order=True)
+    scope = pl.col("name").first().replace_strict(_SCOPES, default="pipeline", return_dtype=pl.String)
+    listed = members.agg(scope.replace({"stage": "data", "replica": "embedding"}), pl.col("rank").unique().sort())
+    return [{"pg_name": name, "pg_desc": about, "ranks": ranks} for name, about, ranks in listed.iter_rows()]
 
 
 def _events(table: pl.DataFrame) -> pl.DataFrame:
