@@ -5,15 +5,18 @@
 numba keeps compiled kernels in `NUMBA_CACHE_DIR`, in `__pycache__` beside the module, or in the user's cache folder.
 Where none of these can be written, a kernel is compiled for this process only: the same code and the same results, at
 the price of compiling at each import. `cache_enabled` tells which it was. numba looks only at a kernel's own file to
-see whether it has changed, so a kernel calls only kernels of its own file.
+see whether it has changed, so a kernel calls only kernels of its own file and of those that it `uses`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
@@ -25,7 +28,12 @@ _uncached: list[str] = []
 
 
 def jit(
-    signature: str, *, parallel: bool = False, allocates: bool = True, inline: bool = False
+    signature: str,
+    *,
+    parallel: bool = False,
+    allocates: bool = True,
+    inline: bool = False,
+    uses: Sequence[ModuleType] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Compile the decorated function now, for `signature`, without Python's lock and with numpy's division by zero.
 
@@ -41,6 +49,8 @@ def jit(
         each other once an op spend half their time on that.
     inline
         Put the function's code into those that call it, instead of a call.
+    uses
+        Modules whose kernels the function calls: it is compiled anew when one of these files is another.
 
     Examples
     --------
@@ -50,6 +60,9 @@ def jit(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        if uses:  # numba files what it compiles under this name
+            function.__qualname__ += "_" + "_".join(map(_digest, uses))
+
         def compiled(*, cache: bool) -> Callable[P, R]:
             options: dict[str, Any] = {"nogil": True, "parallel": parallel, "error_model": "numpy"}
             options |= {"_nrt": allocates, "forceinline": inline}
@@ -65,6 +78,11 @@ def jit(
         return compiled(cache=False)
 
     return decorate
+
+
+@cache
+def _digest(module: ModuleType) -> str:
+    return blake2b(Path(str(module.__file__)).read_bytes(), digest_size=6).hexdigest()
 
 
 def cache_enabled() -> bool:

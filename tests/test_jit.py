@@ -56,6 +56,18 @@ def test_a_kernel_compiles_where_no_folder_can_be_written(tmp_path):
     assert run_kernel(tmp_path, HOME="/dev/null") == "10 False"
 
 
+def test_a_kernel_is_compiled_anew_when_one_that_it_uses_is_another(tmp_path):
+    base = "from lumos_nb._jit import jit\n@jit('int64(int64)')\ndef {name}(x):\n    return {value}\n"
+    used = "import used\n" + base.replace("int64)'", "int64)', uses=[used]")
+    for added in (1, 2):
+        (tmp_path / "used.py").write_text(base.format(name="add", value=f"x + {added}"))
+        (tmp_path / "top.py").write_text(used.format(name="twice", value="used.add(used.add(x))"))
+        code = "import top; print(top.twice(10))"
+        path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"}
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | path, capture_output=True, text=True)
+        assert done.stdout == f"{10 + 2 * added}\n", done.stderr
+
+
 def test_other_argument_types_are_refused_not_compiled():
     @jit("int64(int64[::1])")
     def first(values):

@@ -11,8 +11,8 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.schema import EVENTS
-from lumos_nb.traces import _scan_kernels as kernels
-from lumos_nb.traces._scan_kernels import Bytes, Int64s
+from lumos_nb.traces import _event_kernels as kernels
+from lumos_nb.traces._event_kernels import Bytes, Int64s
 from lumos_nb.traces.exact import integer
 from lumos_nb.traces.pairs import BEGIN, WHOLE, Flags, joined
 from lumos_nb.traces.scan import Batch, Strings

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from lumos_nb.traces import _scan_kernels as kernels
+from lumos_nb.traces import _event_kernels as kernels
 from lumos_nb.traces.exact import integer, nanoseconds
 from lumos_nb.traces.json_stream import UNDECODABLE
 from lumos_nb.traces.json_text import mend

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import polars as pl
 
 from lumos_nb._jit import jit
-from lumos_nb.traces._scan_kernels import KNOWN, NO_TEXT
+from lumos_nb.traces._event_kernels import KNOWN, NO_TEXT
 
 Flags = npt.NDArray[np.bool_]
 Int64s = npt.NDArray[np.int64]

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from lumos_nb.traces import _scan_kernels as kernels
-from lumos_nb.traces._scan_kernels import Bytes, Int64s
+from lumos_nb.traces import _event_kernels as kernels
+from lumos_nb.traces import _scan_kernels as lists
+from lumos_nb.traces._event_kernels import Bytes, Int64s
 from lumos_nb.traces.json_text import find_events
 
 BLOCK_BYTES = 1 << 18  # of text that is scanned at a time: it stays in the processor's cache
@@ -34,7 +35,7 @@ class Batch(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One event: its fields, numbered as in `_scan_kernels`, and the text of its arguments."""
+    """One event: its fields, numbered as in `_event_kernels`, and the text of its arguments."""
 
     fields: dict[int, int | str]
     args: bytes
@@ -187,14 +188,14 @@ class Scanner:
         """Read what the buffer has, and keep of it what is not read."""
         state = self.state
         while True:
-            why = kernels.scan(
+            why = lists.scan(
                 self._text, self._size, final, self._ints, self._kinds, self._dropped, self._args, *self.strings.table
             )
-            if why == kernels.MORE_ROOM:
+            if why == lists.MORE_ROOM:
                 yield from self._make_room()
-            elif why != kernels.ODD or not self._read_odd():
+            elif why != lists.ODD or not self._read_odd():
                 break
-        self.closed = self.closed or why == kernels.CLOSED
+        self.closed = self.closed or why == lists.CLOSED
         begin = int(state[kernels.POSITION])
         self._text[: self._size - begin + 1] = self._text[begin : self._size + 1].copy()
         self._size, self._offset = self._size - begin, self._offset + begin
@@ -213,7 +214,7 @@ class Scanner:
         if row is None and after >= 0 and (stop < 0 or after < stop):
             stop = after
         self._put(row or UNREADABLE)
-        self.state[kernels.POSITION], self.state[kernels.GAP] = stop, kernels.AFTER_EVENT
+        self.state[kernels.POSITION], self.state[kernels.GAP] = stop, lists.AFTER_EVENT
         self.state[kernels.EVENTS] += 1
         return True
 
