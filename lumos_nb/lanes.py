@@ -132,7 +132,10 @@ def stream_rows(ops: pl.DataFrame, waits: pl.DataFrame, calls: pl.DataFrame) -> 
     arrivals = _arrivals(work.filter(pl.col("kind") == "comm")).with_columns(place=pl.col("place") - 0.1)
     points = _event_points(waits, calls)
     before = work.select("rank", "lane", "issue_ns", before="place").sort("issue_ns")
-    points = points.sort("issue_ns").join_asof(before, on="issue_ns", by=["rank", "lane"], check_sortedness=False)
+    # A launch takes time, so that what is issued in the ns in which it begins was issued before it.
+    points = points.sort("issue_ns").join_asof(
+        before, on="issue_ns", by=["rank", "lane"], check_sortedness=False, allow_exact_matches=False
+    )
     points = points.with_columns(place=pl.col("before").fill_null(-1.0) + 0.5).drop("before")
     return pl.concat([work, arrivals, points], how="diagonal_relaxed").sort(
         "rank", "lane", "place", "issue_ns", "id", maintain_order=True
@@ -232,7 +235,7 @@ def absent_peers(
         from_ns=pl.coalesce("begin_ns", "from_ns"),
         start_ns=pl.coalesce("begin_ns", "start_ns"),
         to_ns=pl.coalesce("until_ns", "to_ns"),
-        dur_ns=pl.coalesce("until_ns", "to_ns") - pl.coalesce("begin_ns", "from_ns"),
+        dur_ns=pl.coalesce(pl.col("until_ns") - pl.col("begin_ns"), "dur_ns"),
         blocks=pl.col("blocks") & pl.col("begin_ns").is_null(),
     )
     waiting = partial.filter((pl.col("begin_ns") > pl.col("from_ns")) & ~copied).with_columns(

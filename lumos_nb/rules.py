@@ -48,7 +48,8 @@ def _edges(
 def lane_order(rows: pl.DataFrame, rule: str) -> pl.DataFrame:
     """Rules 1 and 4: each row of a lane after the one before it. Order between two issuing threads is only today's."""
     lane = ["rank", "lane"]
-    pairs = rows.select(
+    issuer = pl.col("thread").forward_fill().over(lane)  # work whose launch is lost has the issuer of that before it
+    pairs = rows.with_columns(thread=issuer).select(
         src=pl.col("id").shift(1).over(lane), dst="id", same=(pl.col("thread") == pl.col("thread").shift(1).over(lane))
     )
     return _edges(pairs, rule, hard=pl.col("same").fill_null(value=True))
@@ -157,10 +158,12 @@ QUEUE = ["rank", "device"]
 
 
 def outstanding(ops: pl.DataFrame) -> pl.DataFrame:
-    """Linked device ops by queue and launch, with their `number` and how many are `outstanding` as each is launched."""
+    """Launches of device work by queue and time, with their `number` and how many are `outstanding` at each."""
     work = ops.select(
         "op_id", *QUEUE, "launch_ns", "step", "correlation", end_ns=pl.col("start_ns") + pl.col("dur_ns")
     ).filter(pl.col("device").is_not_null() & pl.col("launch_ns").is_not_null())
+    # A CUDA graph is one launch, which leaves the queue with its last kernel.
+    work = work.sort("end_ns").unique([*QUEUE, "correlation"], keep="last", maintain_order=True)
     ended = pl.col("end_ns").sort().search_sorted(pl.col("launch_ns"), side="right")
     work = work.sort(*QUEUE, "launch_ns", "op_id").with_columns(
         number=pl.int_range(pl.len()).over(QUEUE), ended=ended.over(QUEUE).cast(pl.Int64)
