@@ -11,12 +11,12 @@ from pathlib import Path
 
 import polars as pl
 
-from benchmarks.pipelines import pipeline_rows
+from benchmarks.pipelines import coverage_rows, pipeline_rows
 from benchmarks.rows import ACCURACY, Row, record
 from lumos_nb import datasets
 from lumos_nb.critical_path import replay
 from lumos_nb.evaluate import delayed_steps, mechanistic, score_waits, what_ifs
-from lumos_nb.graph import build_graph
+from lumos_nb.graph import Recording, build_graph
 from lumos_nb.schema import DEVICE_KINDS
 from lumos_nb.traces.run import Run, load_run
 
@@ -155,7 +155,9 @@ def what_if_rows(name: str, run: Run) -> Iterator[Row]:
 def bundled_rows() -> Iterator[Row]:
     """Rows of the recordings in `datasets/`."""
     for name in (n for n in datasets.names() if datasets.DATASETS[n].is_run):
-        scored = mechanistic(load_run(datasets.path(name)))
+        recording = Recording.of(load_run(datasets.path(name)))
+        scored = mechanistic(recording)
+        yield from coverage_rows(name, recording, levels=(0.9,))
         yield Row(
             f"bundled/{name}",
             percent(scored["error"]),

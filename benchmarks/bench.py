@@ -1,7 +1,7 @@
 """Speed, each figure beside something measured in the same run: `python -m benchmarks.bench` writes results.json.
 
-`HTA_PYTHON` names the interpreter of an environment that has HolisticTraceAnalysis (`pip install traceinsight`); without
-it the row beside HTA stays as it is.
+`HTA_PYTHON` names the interpreter of an environment that has HolisticTraceAnalysis (`pip install traceinsight`);
+without it the row beside HTA stays as it is.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def pipeline_rows(traces: Path) -> Iterator[Row]:
         yield from error_rows(f"straggler_{job}", recording, target)
         stated = json.loads((traces / "straggler" / f"result-{job}.json").read_text())["step_t_noblk"]
         yield from straggler_rows(job, recording, next(iter(stated.values())))
-        yield from coverage_rows(job, recording)
+        yield from coverage_rows(job, recording, recording.step_times()["step"].to_list())
     yield from error_rows("primus_pp8", Recording.of(load_run(traces / "primus" / "pp8")), None)
 
 
@@ -80,9 +80,10 @@ def straggler_rows(job: str, recording: Recording, stated_s: float) -> Iterator[
     )
 
 
-def coverage_rows(job: str, recording: Recording) -> Iterator[Row]:
-    steps = recording.step_times()["step"].to_list()
-    for level in LEVELS:
+def coverage_rows(
+    job: str, recording: Recording, steps: list[int] | None = None, levels: tuple[float, ...] = LEVELS
+) -> Iterator[Row]:
+    for level in levels:
         table = jitter(recording, steps, level=level)
         width = 100 * ((table["high_ns"] - table["low_ns"]) / table["measured_ns"]).mean()  # type: ignore[operator]
         null = 100 * ((table["null_high_ns"] - table["null_low_ns"]) / table["measured_ns"]).mean()  # type: ignore[operator]
