@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,8 @@ def _replay(arguments: argparse.Namespace) -> str:
         run = _load(arguments.run, arguments.jobs, say)
         say("putting ranks on one clock")
         recording = Recording.of(run)
-        scales = dict(arguments.scale)
+        if len(scales := dict(arguments.scale)) < len(arguments.scale):
+            raise LumosError("--scale names a kind twice; give each one factor.")
         report = step_report(
             run, arguments.step, predict=arguments.predict, scales=scales, recording=recording, progress=say
         )
@@ -186,6 +187,8 @@ def _json(rows: object) -> str:
 
 def _print(text: str) -> None:
     """All of a report at once; what the terminal's encoding lacks becomes a question mark."""
+    if sys.stdout is None:  # closed before the start
+        raise OSError("standard output is closed; the report has no place to go")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -197,7 +200,9 @@ def _print(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """Write to standard error, on a terminal in the place of what was being done."""
+    """Write to standard error, on a terminal in the place of what was being done; nowhere where it is closed."""
+    if sys.stderr is None:
+        return
     sys.stderr.write(f"\r\x1b[K{text}" if sys.stderr.isatty() else text)
     sys.stderr.flush()
 
@@ -208,7 +213,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
     began = time.monotonic()
 
     def say(doing: str) -> None:
-        if sys.stderr.isatty():
+        if sys.stderr and sys.stderr.isatty():
             _tell(f"[{time.monotonic() - began:5.1f} s] {doing} …")
 
     try:
@@ -220,22 +225,26 @@ def _progress() -> Iterator[Callable[[str], None]]:
 class _Told(Executor):
     """Reads one file after the other, or as many at once as a pool does, and tells how many are done."""
 
-    def __init__(self, pool: Executor | None, say: Callable[[str], None]) -> None:
-        self.pool, self.say = pool, say
+    def __init__(self, jobs: int, say: Callable[[str], None]) -> None:
+        self.jobs, self.say = jobs, say
 
     def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], **_options: Any) -> Iterator[Any]:
         """As `Executor.map`, of one iterable."""
         files: list[Any] = list(*iterables)
-        for done, outcome in enumerate((self.pool.map if self.pool else map)(fn, files)):
-            self.say(f"read {done + 1} of {len(files)} files")
-            yield outcome
+        with _pool(min(self.jobs, len(files))) as pool:  # which starts all of its workers, needed or not
+            for done, outcome in enumerate((pool.map if pool else map)(fn, files)):
+                self.say(f"read {done + 1} of {len(files)} files")
+                yield outcome
 
 
 def _load(path: str, jobs: int, say: Callable[[str], None]) -> ln.Run:
     say(f"reading {path}")
-    if jobs == 1:
-        return ln.load_run(path, executor=_Told(None, say))
+    return ln.load_run(path, executor=_Told(jobs, say))
+
+
+def _pool(jobs: int) -> AbstractContextManager[Executor | None]:
+    if jobs < 2:
+        return nullcontext()
     spawn = multiprocessing.get_context("spawn")
     ignore = (signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C this process hears, and tells its workers to stop
-    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=signal.signal, initargs=ignore) as pool:
-        return ln.load_run(path, executor=_Told(pool, say))
+    return ProcessPoolExecutor(jobs, mp_context=spawn, initializer=signal.signal, initargs=ignore)

@@ -19,7 +19,7 @@ from lumos_nb._replay_plan import Plan, codes
 from lumos_nb.calls import CALL_PATTERNS, classify
 from lumos_nb.critical_path import Result, result_of
 from lumos_nb.display import format_ns
-from lumos_nb.errors import GraphError, ScenarioError
+from lumos_nb.errors import GraphError, InputError, ScenarioError
 from lumos_nb.graph import Graph
 from lumos_nb.schema import EDGES, OPS, require
 
@@ -117,6 +117,7 @@ def simulate(graph: Graph, resources: Resources | None = None) -> Result:
         plan = Plan.of(graph)
         op, _ = _run(plan, graph, _Setup.without(len(graph.ops)))
         return result_of(graph, plan, op[:, kernels.START].copy())
+    _check(resources)
     graph = replace(graph, ops=OPS.check(graph.ops), edges=EDGES.check(graph.edges))
     kept, setup = _Setup.of(graph, resources)
     plan = Plan.of(kept)
@@ -128,6 +129,16 @@ def simulate(graph: Graph, resources: Resources | None = None) -> Result:
     start[plan.row] = op[:, kernels.START]
     plan = Plan.of(found)
     return result_of(found, plan, start[plan.row])
+
+
+def _check(resources: object) -> None:
+    """Raise InputError unless these are resources, with a sequence of pools."""
+    pools: object = resources.pools if isinstance(resources, Resources) else None
+    if not isinstance(pools, tuple | list):
+        raise InputError(f"resources={resources!r}: give Resources(pools=(Pool(...), ...)), or None.")
+    for pool in pools:
+        if not isinstance(pool, Pool) or not isinstance(pool.in_turn, bool):
+            raise InputError(f"{pool!r} is no Pool(of=..., demand=..., in_turn=True or False).")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +206,10 @@ class _Setup:
 
 def _values(ops: pl.DataFrame, what: str, value: object, dtype: pl.DataType) -> pl.Series:
     """An expression or a constant over the ops."""
-    expression = value if isinstance(value, pl.Expr) else pl.lit(value)
     try:
+        expression = value if isinstance(value, pl.Expr) else pl.lit(value)
         return ops.select(expression.cast(dtype).alias(what), pl.col("op_id"))[what]
-    except pl.exceptions.PolarsError as error:
+    except (pl.exceptions.PolarsError, TypeError) as error:
         raise ScenarioError(
             f"{what}={value} gives no {dtype} of each op ({error}); the op table has {', '.join(ops.columns)}."
         ) from error

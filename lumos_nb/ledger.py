@@ -6,14 +6,16 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import polars as pl
 
+from lumos_nb._replay_plan import LONGEST_NS
 from lumos_nb.display import format_ns, format_share
 from lumos_nb.errors import LumosError
 from lumos_nb.findings import inner_steps, step_spread
@@ -21,6 +23,11 @@ from lumos_nb.graph import Recording
 from lumos_nb.schema import require
 from lumos_nb.traces.run import Run
 
+_Ns = Annotated[int, msgspec.Meta(ge=0, lt=LONGEST_NS)]
+_Share = Annotated[float, msgspec.Meta(ge=0)]
+_Moment = Annotated[datetime, msgspec.Meta(tz=True)]
+
+_MOST = 10**18  # above it Python's numbers may be too large to be multiplied
 _WALL_CLOCK_NS = 10**18  # September 2001: a trace that begins earlier counts from its machine's start
 
 
@@ -48,18 +55,18 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", 
     """
 
     change: str
-    times: float
-    predicted_ns: int
-    low_ns: int
-    high_ns: int
-    coverage: float
-    model_error: float
-    null_ns: int
+    times: _Share
+    predicted_ns: _Ns
+    low_ns: _Ns
+    high_ns: _Ns
+    coverage: _Share
+    model_error: _Share
+    null_ns: _Ns
     base: str
     base_digest: str
-    base_steps: int
+    base_steps: _Ns
     package: str
-    made: datetime
+    made: _Moment
 
     @property
     def interval(self) -> str:
@@ -91,7 +98,7 @@ class Outcome(Prediction, frozen=True, kw_only=True, tag="lumos_nb outcome 1"):
         The run's first file, a hash of the content of all of them, and when it was checked (UTC).
     """
 
-    measured_ns: int
+    measured_ns: _Ns
     error: float
     null_error: float
     within: bool
@@ -100,7 +107,7 @@ class Outcome(Prediction, frozen=True, kw_only=True, tag="lumos_nb outcome 1"):
     afterwards: bool | None
     run: str
     run_digest: str
-    checked: datetime
+    checked: _Moment
 
     def __str__(self) -> str:
         late = "" if self.afterwards is not False else " The run is older than the prediction."
@@ -153,7 +160,11 @@ def save_prediction(
     for name, value in {"times": times, "model_error": model_error}.items():
         if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise LumosError(f"{name} is {value!r}; give a finite number >= 0.")
+    if not isinstance(change, str):
+        raise LumosError(f"change is {change!r}; say in words what will be changed.")
     steps, median_ns, least_ns, most_ns, _ = step_spread(recording or Recording.of(run)).row(0)
+    if max(times, model_error) > _MOST or times * most_ns * (1 + model_error) >= LONGEST_NS:
+        raise LumosError("times and model_error predict steps of over a century: give multiples of the base's steps.")
     prediction = Prediction(
         change=change,
         times=times,
@@ -222,9 +233,11 @@ def check_prediction(prediction: Prediction | str | Path, run: Run, *, ledger: s
     )
     if ledger is not None:
         try:
-            with Path(ledger).open("ab") as file:
-                file.write(msgspec.json.encode(outcome) + b"\n")
-        except OSError as error:
+            path = Path(ledger)
+            torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")  # it must not spoil this line too
+            with path.open("ab") as file:
+                file.write(b"\n" * torn + msgspec.json.encode(outcome) + b"\n")
+        except (OSError, ValueError) as error:
             raise LumosError(f"the ledger cannot be written: {error}.") from error
     return outcome
 
@@ -233,7 +246,7 @@ def load_prediction(path: str | Path) -> Prediction:
     """Read what `save_prediction` wrote; LumosError if the file is anything else."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Prediction)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, msgspec.DecodeError) as error:
         raise LumosError(f"{path} is no saved prediction: {error}. Give what save_prediction wrote.") from error
 
 
@@ -243,16 +256,20 @@ def read_ledger(path: str | Path) -> pl.DataFrame:
     Raises
     ------
     LumosError
-        The file cannot be read, or a line of it (the number in brackets, from 0) is no outcome.
+        The file cannot be read, or a line of it is no outcome; the message names the line.
 
     Examples
     --------
     >>> read_ledger("ledger.jsonl").select("change", "error", "null_error", "within")  # doctest: +SKIP
     """
+    decoder, rows, place = msgspec.json.Decoder(Outcome), [], ""
     try:
-        rows = msgspec.json.Decoder(Outcome).decode_lines(Path(path).read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise LumosError(f"{path} is no ledger: {error}. Give what check_prediction wrote.") from error
+        for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
+            place = f" (line {number})"
+            if line.strip():
+                rows.append(decoder.decode(line))
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        raise LumosError(f"{path}{place} is no ledger: {error}. Give what check_prediction wrote.") from error
     return pl.DataFrame([msgspec.structs.asdict(row) for row in rows], infer_schema_length=None)
 
 
@@ -272,6 +289,8 @@ def run_digest(run: Run) -> str:
 def whole(path: str | Path) -> Iterator[Path]:
     """A path to write to that takes the place of `path` in the end, so that there is all of the file or none."""
     path = Path(path)
+    if not path.name or path.name == ".." or "\0" in str(path):
+        raise LumosError(f"{str(path)!r} names no file: give a file in a folder that is there.")
     part = path.with_name(f".part-{os.getpid()}-{path.name}")
     try:
         yield part
@@ -279,4 +298,5 @@ def whole(path: str | Path) -> Iterator[Path]:
     except OSError as error:
         raise LumosError(f"{path} cannot be written: {error}. Give a file in a folder that is there.") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # a name too long even to look for
+            part.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.ledger import whole
 from lumos_nb.partition import breakdown, compare
 from lumos_nb.steady import repeat
+from lumos_nb.traces.export import write_table
 from lumos_nb.traces.perfetto import write_perfetto
 from lumos_nb.traces.run import Run
 
@@ -329,8 +330,8 @@ def write_report(report: Report, folder: str | Path, *, run: Run | None = None) 
         raise LumosError(f"{report.title!r} has no replayed step to write; give what step_report returns.")
     page = report.page()
     writers: dict[str, Callable[[Path], object]] = {
-        "ops.parquet": result.ops.write_parquet,
-        "edges.parquet": result.graph.edges.write_parquet,
+        "ops.parquet": lambda path: write_table(result.ops, path),
+        "edges.parquet": lambda path: write_table(result.graph.edges, path),
         "report.html": lambda path: path.write_text(page, encoding="utf-8"),
         "step.perfetto.json.gz": lambda path: write_perfetto(result, path, run=run),
     }

@@ -68,7 +68,7 @@ def jitter(
     >>> table = ln.jitter(run)                                    # doctest: +SKIP
     >>> table["inside"].mean()                                    # doctest: +SKIP
     """
-    _check(level, draws)
+    _check(level, draws, seed)
     recording = run if isinstance(run, Recording) else Recording.of(run)
     times = recording.step_times()
     measured = dict(times.select("step", "step_ns").iter_rows())
@@ -87,11 +87,13 @@ def jitter(
     return pl.DataFrame(rows, schema=names, orient="row").with_columns(null_inside=inside_null)
 
 
-def _check(level: float, draws: int) -> None:
-    if not 0 < level < 1:
-        raise InputError(f"level is the share of steps that the interval is to hold, between 0 and 1, not {level}.")
-    if draws < 1:
-        raise InputError(f"draws is the number of replays a step, at least 1, not {draws}.")
+def _check(level: object, draws: object, seed: object) -> None:
+    if not isinstance(level, int | float) or not 0 < level < 1:
+        raise InputError(f"level is the share of steps that the interval is to hold, between 0 and 1, not {level!r}.")
+    if not isinstance(draws, int | np.integer) or isinstance(draws, bool) or draws < 1:
+        raise InputError(f"draws is the number of replays a step, at least 1, not {draws!r}.")
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise InputError(f"seed is a whole number, at least 0, not {seed!r}.")
 
 
 def resampled_steps(
@@ -188,7 +190,7 @@ def step_interval(
     --------
     >>> step_interval(load_run("runs/17-of-20"), step=4)  # doctest: +SKIP
     """
-    _check(level, draws)
+    _check(level, draws, seed)
     traced = run if isinstance(run, Recording) else Recording.of(run)
     filled, layout = fill_ranks(traced, replicas=replicas), Layout.of(traced, replicas)
     step = traced.known_step(traced.default_step() if step is None else step)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from operator import index
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -72,17 +73,30 @@ def without_stragglers(
 def _replicated(graph: Graph, replicas: Sequence[Sequence[int]] | None) -> pl.DataFrame:
     """`rank`, `work`: a number for those that do the same."""
     ranks = graph.ops.filter(pl.col("kind") != "join")["rank"].unique().sort().to_list()
-    groups = [list(group) for group in replicas] if replicas is not None else _by_collectives(graph, ranks)
+    groups = _by_collectives(graph, ranks) if replicas is None else _checked(replicas, ranks)
     table = pl.DataFrame(
         [(rank, work) for work, group in enumerate(groups) for rank in group],
         schema={"rank": pl.Int32, "work": pl.Int64},
         orient="row",
     )
-    if wrong := sorted(set(table["rank"]) - set(ranks) | set(table["rank"].filter(table["rank"].is_duplicated()))):
-        raise ScenarioError(f"replicas hold rank {wrong[0]}, which the graph lacks or which is in them twice.")
     if not table["work"].is_duplicated().any():
         raise ScenarioError("no two ranks of the graph do the same work, by their collectives; give replicas.")
     return table
+
+
+def _checked(replicas: object, ranks: Sequence[int]) -> list[list[int]]:
+    try:
+        groups = [list(map(index, group)) for group in replicas]  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise InputError(f"replicas={replicas!r}: give groups of ranks, such as [[0, 1], [2, 3]].") from error
+    counted = Counter(rank for group in groups for rank in group)
+    if wrong := sorted(rank for rank, count in counted.items() if count > 1 or rank not in ranks):
+        raise ScenarioError(f"replicas hold rank {wrong[0]}, which the graph lacks or which is in them twice.")
+    return groups
+
+
+def _listed(given: object) -> list[Any]:
+    return list(given) if isinstance(given, Iterable) else []
 
 
 def _by_collectives(graph: Graph, ranks: Sequence[int]) -> list[list[int]]:
@@ -122,7 +136,10 @@ def with_pooled_durations(graph: Graph, over: Iterable[Graph]) -> Graph:
     """
     require(graph, "edges")
     comm, gap = pl.col("kind") == "comm", pl.col("kind").is_in(["gap", "unexplained"])
-    durations = pl.concat([g.ops.select("kind", "name", "dur_ns") for g in over])
+    graphs = _listed(over)
+    if not graphs or not all(hasattr(g, "ops") for g in graphs):
+        raise InputError("over holds no graphs: give a list of those of the steps to pool over, the graph among them.")
+    durations = pl.concat([g.ops.select("kind", "name", "dur_ns") for g in graphs])
     pool = durations.group_by("kind", "name").agg(
         pooled_ns=pl.when(comm.first()).then(pl.col("dur_ns").median()).otherwise(pl.col("dur_ns").mean())
     )
@@ -162,7 +179,9 @@ def waiting_caused(result: Result, *, by: str | Sequence[str] = "rank") -> pl.Da
     """
     if not isinstance(result, Result):
         raise InputError(f"this takes a Result: replay(graph) gives one; it was given a {type(result).__name__}.")
-    keys = [by] if isinstance(by, str) else list(by)
+    keys = [by] if isinstance(by, str) else _listed(by)
+    if not keys or len({*map(str, keys)}) < len(keys) or not all(isinstance(key, str) for key in keys):
+        raise InputError(f"by={by!r}: give one or more columns of the op table, each once.")
     if missing := [key for key in keys if key not in result.ops.columns]:
         raise SchemaError(f"op table lacks the column(s) {', '.join(missing)}; it has {', '.join(result.ops.columns)}.")
     waits = _Waits.of(result.graph)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from numbers import Real
 
 import polars as pl
 
@@ -94,8 +95,10 @@ def network(graph: Graph, where: pl.Expr, *, bandwidth_factor: float = 1.0, late
     --------
     >>> whatif.network(graph, pl.col("group") == "tp", bandwidth_factor=2)
     """
-    if not bandwidth_factor > 0:
+    if not isinstance(bandwidth_factor, Real) or not bandwidth_factor > 0:
         raise ScenarioError(f"bandwidth_factor={bandwidth_factor!r}: give a number above 0, 2 for twice as fast.")
+    if not isinstance(latency_ns, Real) or not abs(latency_ns) < LONGEST_NS or latency_ns % 1:
+        raise ScenarioError(f"latency_ns={latency_ns!r}: give whole ns, below 0 where latency falls.")
     chosen = _chosen(graph, where, only=("comm",))
     ops = _scaled(graph.ops, "dur_ns", chosen, 1 / bandwidth_factor)
     later = (pl.col("dur_ns") + int(latency_ns)).clip(0)
@@ -176,7 +179,8 @@ def insert(
     chosen = _chosen(graph, where)
     if kind not in INSERTED_KINDS:
         raise ScenarioError(f"an op of kind {kind!r} cannot be inserted; choose one of {', '.join(INSERTED_KINDS)}.")
-    if lane is not None and (before or not re.match(r"gpu\d+:|cpu:", lane)):
+    _check_name(name)
+    if lane is not None and (before or not re.match(r"gpu[0-9]{1,9}:|cpu:", str(lane))):
         raise ScenarioError(
             f"lane={lane!r}, before={before}: on another lane, 'gpu<device>:<stream>' or 'cpu:<thread>', an op comes "
             "only after the chosen one; leave out either."
@@ -231,6 +235,9 @@ def fuse(graph: Graph, where: pl.Expr, name: str, *, by: float = 1.0, dur_ns: in
     >>> whatif.fuse(graph, pl.col("name").str.contains("elementwise"), "fused", by=0.4)
     """
     chosen = _chosen(graph, where, only=FUSED_KINDS)
+    _check_name(name)
+    if not isinstance(by, Real):
+        raise ScenarioError(f"by={by}: give a number, or dur_ns, which may be an expression.")
     if by != 1.0 and dur_ns is not None:
         raise ScenarioError(f"by={by!r} and dur_ns={dur_ns!r} both say what a fused op takes; give one of them.")
     given = graph.ops.select("op_id", given_ns=pl.lit(None) if dur_ns is None else _whole_ns(graph.ops, dur_ns, chosen))
@@ -254,11 +261,18 @@ def fuse(graph: Graph, where: pl.Expr, name: str, *, by: float = 1.0, dur_ns: in
     return rewire.without(replace(graph, ops=ops, edges=edges), launches.filter(~launches.is_in(gone.implode())))
 
 
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise InputError(f"name={name!r}: give the text that the new ops are to be called.")
+
+
 def _evaluated(table: pl.DataFrame, asked: object, what: str, dtype: pl.DataType | None = None) -> pl.Series:
     """A column of the table's height, cast to `dtype` (null where that fails)."""
-    expression = asked if isinstance(asked, pl.Expr) else pl.lit(asked)
     try:
+        expression = asked if isinstance(asked, pl.Expr) else pl.lit(asked)
         column = table.select(pl.int_range(pl.len()), asked=expression)["asked"]
+        if dtype is not None and column.dtype.is_nested():
+            raise TypeError(f"it gives {column.dtype}")
         return column if dtype is None else column.cast(dtype, strict=False)
     except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
         raise ScenarioError(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -221,3 +222,27 @@ def test_a_real_run_is_replayed_end_to_end(traces, tmp_path):
     assert "all_to_all" in done.stdout
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
     assert (tmp_path / "step.perfetto.json.gz").stat().st_size > 0
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_closed_stream_is_no_traceback(small, closed):
+    command = ["sh", "-c", f'"$@" {closed}', "sh", *COMMAND, "replay", str(small), "--predict", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if closed == ">&-":
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == "lumos-nb: standard output is closed; the report has no place to go\n"
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("Step ")
+
+
+def test_no_more_workers_start_than_there_are_files(monkeypatch):
+    started = []
+    monkeypatch.setattr(cli, "_pool", lambda jobs: started.append(jobs) or nullcontext())
+    assert list(cli._Told(10**6, print).map(str, [1, 2])) == ["1", "2"]
+    assert started == [2]
+
+
+def test_a_kind_that_is_scaled_twice_is_refused(small, capfd):
+    assert cli.main(["replay", str(small), "--scale", "cpu=0.5", "--scale", "cpu=2"]) == 1
+    assert "--scale names a kind twice" in capfd.readouterr().err

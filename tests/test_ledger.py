@@ -113,7 +113,7 @@ def test_a_ledger_keeps_every_outcome_in_order(base, tmp_path):
     assert table["within"].to_list() == [True, False]
     assert table["change"].to_list() == ["half", "half"]
     ledger.write_text(ledger.read_text() + "{}\n")
-    with pytest.raises(LumosError, match=r"ledger\.jsonl is no ledger: .*\[2\]"):
+    with pytest.raises(LumosError, match=r"ledger\.jsonl \(line 3\) is no ledger: "):
         ln.read_ledger(ledger)
     with pytest.raises(LumosError, match="the ledger cannot be written"):
         ln.check_prediction(said, run_with(tmp_path, "new", scale=3), ledger=tmp_path)
@@ -188,3 +188,39 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
         part.write_text("after")
     assert path.read_text() == "after"
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept.txt"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("low_ns", 10**30), ("predicted_ns", -5), ("times", -1.0), ("made", "2026-01-01T00:00:00"), ("null_ns", 2**62)],
+)
+def test_a_value_that_cannot_be_is_named(field, value, base, tmp_path):
+    path = tmp_path / "p.json"
+    ln.save_prediction(path, base)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(LumosError, match=rf"p\.json is no saved prediction: .*{field}"):
+        load_prediction(path)
+
+
+@pytest.mark.parametrize("given", [{"times": 1e300}, {"times": 10**400}, {"model_error": 1e300}, {"change": 5}])
+def test_what_could_not_be_read_back_is_not_saved(given, base, tmp_path):
+    with pytest.raises(LumosError, match=r"of over a century|say in words"):
+        ln.save_prediction(tmp_path / "p.json", base, **given)
+    assert not list(tmp_path.glob("*p.json*"))
+
+
+def test_a_line_that_was_not_finished_does_not_spoil_the_next(base, tmp_path):
+    ledger, said = tmp_path / "ledger.jsonl", ln.save_prediction(tmp_path / "p.json", base)
+    ledger.write_text('{"format":"lumos_nb outc')
+    outcome = ln.check_prediction(said, run_with(tmp_path, "new", scale=2), ledger=ledger)
+    with pytest.raises(LumosError, match="line 1"):
+        ln.read_ledger(ledger)
+    ledger.write_text(ledger.read_text().splitlines()[1])
+    assert ln.read_ledger(ledger)["error"].to_list() == [outcome.error]
+
+
+@pytest.mark.parametrize("name", ["", ".", "a\0b", "x" * 300])
+def test_a_name_that_no_file_can_have_is_refused(name, base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LumosError, match=r"names no file|cannot be written"):
+        ln.save_prediction(name, base)

@@ -357,3 +357,35 @@ def test_real_exports_replay(traces: Path, name: str, half: float) -> None:
     on_device = pl.col("kind").is_in(["kernel", "memcpy", "memset"])
     faster = graph.ops.with_columns(dur_ns=pl.when(on_device).then(pl.col("dur_ns") // 2).otherwise("dur_ns"))
     assert replay(type(graph)(faster, graph.edges, graph.step)).step_ns / measured_ns == pytest.approx(half, abs=0.01)
+
+
+@pytest.mark.parametrize(("start", "end"), [(-(2**61), 2**63 - 1), (-(2**62), 2**62), (-(2**63), 2**63 - 1)])
+def test_times_whose_difference_no_int64_holds_are_absurd(tmp_path: Path, start: int, end: int) -> None:
+    trace = read(tmp_path, [kernel(start, end, 1), kernel(5, 7, 2)])
+    assert trace.events["dur_ns"].to_list() == [2]
+    assert notes(trace)["dropped kernel"] == 1
+
+
+def test_values_that_nsys_does_not_write_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"report\.sqlite has values that nsys does not write: .*device"):
+        read(tmp_path, [kernel(1, 2, 1, device=2**40)])
+
+
+def test_metadata_of_the_export_is_not_taken_for_our_own(tmp_path: Path) -> None:
+    trace = read(tmp_path, [kernel(1, 2, 1)], META_DATA_EXPORT=[{"name": "distributedInfo", "value": "x"}])
+    assert trace.events["rank"].to_list() == [0]
+
+
+def test_sql_of_any_shape_is_read(tmp_path: Path) -> None:
+    """Columns that are computed, names with quotes, and a view of a table's name that never ends."""
+    path = export(tmp_path / "report.sqlite", NVTX_EVENTS=[said("forward", 1, 2)])
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"CREATE TABLE {CUPTI}MEMSET (start INTEGER, end INTEGER, globalPid AS (5))")
+        connection.execute('CREATE TABLE "odd""name" (x)')
+        connection.execute("""INSERT INTO "odd""name" VALUES (1)""")
+        endless = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x AS start FROM n"
+        connection.execute(f"CREATE VIEW {CUPTI}KERNEL AS {endless}")
+    connection.close()
+    trace = read_nsys(path)
+    assert trace.events["name"].to_list() == ["forward"]
+    assert notes(trace)['not read odd"name'] == 1

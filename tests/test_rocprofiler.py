@@ -193,3 +193,9 @@ def test_kernels_without_calls_have_no_step_to_be_in(traces: Path) -> None:
     with pytest.raises(GraphError, match="none of the recording's 43915 device ops has its launch in the trace"):
         build_graph(run)
     assert run.events.filter(pl.col("dur_ns") > 0).height > 43000
+
+
+def test_records_of_callbacks_are_named_as_not_read(tmp_path: Path) -> None:
+    both = process(hip_api=[record(1, 2)]) | {"callback_records": {"hip_api": [record(3, 4), record(5, 6)]}}
+    trace = read_rocprofiler(write(tmp_path, both))
+    assert (len(trace.events), trace.notes.select("what", "count").rows()) == (1, [("not read hip_api", 2)])

@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from lumos_nb.errors import RunError, TraceError, UnsupportedFormat
+from lumos_nb.errors import InputError, RunError, TraceError, UnsupportedFormat
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces import cache, files, run
 from lumos_nb.traces.run import Run, load_run
@@ -649,3 +649,89 @@ def test_real_folders(traces: Path, user_cache: Path, name: str, ranks: list[int
     assert_same(load_run(traces / name), loaded)
     assert snapshot(traces / name) == before
     assert len(list(user_cache.iterdir())) == len(ranks)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_file_that_a_list_names_twice_is_one_rank(folder: Path, known: bool) -> None:
+    path = write(folder / "trace.json", "add", rank=0 if known else None)
+    assert load_run([path, str(path)]).ranks["rank"].to_list() == [0]
+
+
+@pytest.mark.parametrize("path", [5, None, b"runs", [None], [b"trace.json"], [["trace.json"]]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(InputError, match="path"):
+        load_run(path)
+
+
+def test_what_cannot_be_opened_in_a_folder_is_reported(folder: Path) -> None:
+    write(folder / "rank0.json", "add", rank=0)
+    (folder / "rank1.json").symlink_to("gone.json")
+    os.mkfifo(folder / "rank2.json")
+    found = load_run(folder)
+    report = found.report.filter(pl.col("what") == "not read")
+    assert report["path"].str.split("/").list.last().to_list() == ["rank1.json", "rank2.json"]
+    with pytest.raises(RunError, match=r"rank2\.json is neither a folder nor a regular file"):
+        load_run(folder / "rank2.json")
+
+
+def test_names_that_are_no_utf8_are_refused_where_a_table_must_hold_them(folder: Path) -> None:
+    write(folder / "rank0.json", "add", rank=0)
+    (folder / os.fsdecode(b"notes-\xe9.txt")).write_text("")
+    assert load_run(folder).report["path"].str.ends_with(r"notes-\xe9.txt").sum() == 1
+    trace = write(folder / os.fsdecode(b"rank1-\xe9.json"), "add", rank=1)
+    for path in (folder, trace, [trace]):
+        with pytest.raises(RunError, match=r"rank1-\\xe9\.json: the name is no UTF-8"):
+            load_run(path)
+
+
+def test_the_cache_lies_where_brackets_and_stars_are_in_the_path(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cache.CACHE_ENV, str(tmp_path / "cache[1]*?"))
+    folder = tmp_path / "run[2]*"
+    folder.mkdir()
+    write(folder / "rank0.json", "add", rank=0)
+    first, second = load_run(folder), load_run(folder)
+    assert (len(reads), second.report.rows()) == (1, first.report.rows())
+
+
+def test_more_ranks_than_anyone_has_are_not_counted_one_by_one(folder: Path) -> None:
+    write(folder / "rank1.json", "add", rank=1, world_size=2**31 - 1)
+    [(count, reason)] = load_run(folder).report.filter(what="missing ranks").select("count", "reason").rows()
+    assert count == 2**31 - 2
+    assert reason.endswith("none of rank 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, ...")
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_an_archive_is_not_shortened_by_damage(folder: Path, tmp_path: Path, cut: bool) -> None:
+    for rank in range(2):
+        write(folder / f"rank{rank}.json", "add", rank=rank)
+    archive = tmp_path / "run.tar"
+    with tarfile.open(archive, "w") as packed:
+        packed.add(folder, "run")
+    with tarfile.open(archive) as packed:
+        second = packed.getmembers()[-1].offset
+    content = bytearray(archive.read_bytes())
+    content[second + 150] ^= 1  # of the checksum
+    archive.write_bytes(content[:second] if cut else content)
+    with pytest.raises(TraceError, match=f"at byte {second:,} stands neither a file nor the archive's end"):
+        load_run(archive)
+
+
+def test_an_archive_of_damaged_xz_is_an_error(folder: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "run.tar"
+    (folder / "rank0.json").write_bytes(os.urandom(100_000))
+    with tarfile.open(archive, "w:xz") as packed:
+        packed.add(folder, "run")
+    content = bytearray(archive.read_bytes())
+    content[len(content) // 2] ^= 255
+    archive.write_bytes(content)
+    with pytest.raises(TraceError, match=r"run\.tar cannot be unpacked"):
+        load_run(archive)
+
+
+def test_a_folder_called_tilde_is_no_home(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(write(folder / "rank0.json", "add", rank=0))
+    monkeypatch.chdir(tmp_path)
+    run.to_parquet("~/out")
+    assert pl.read_parquet(tmp_path / "~" / "out" / "events.parquet").equals(run.events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ def test_clocks_are_set_so_that_messages_take_as_long_both_ways(tmp_path):
         pytest.param(FIRST | {"fwd_end": [10, 5]}, "no intervals", id="an end before its begin"),
         pytest.param(FIRST | {"total": "NaN"}, "total is missing or no number", id="a total that is no number"),
         pytest.param({key: [] for key in FIRST} | {"total": 1}, "without a pass", id="no pass"),
+        pytest.param({key: [] for key in FIRST if key != "total"}, "total is missing", id="no pass and no total"),
+        pytest.param({key: [] for key in FIRST} | {"total": -1}, "no intervals", id="a negative total"),
+        pytest.param({key: [] for key in FIRST} | {"total": math.nan}, "no intervals", id="a total that is not finite"),
     ],
 )
 def test_a_file_that_is_no_schedule_is_refused(tmp_path, times, message):
@@ -93,3 +97,24 @@ def test_a_parse_that_other_files_took_part_in_is_not_kept(tmp_path, monkeypatch
     first = Recording.of(load_run(write(folder, FIRST, LAST))).step_times()["start_ns"]
     second = Recording.of(load_run(write(folder, FIRST, LAST | {"total": 90}))).step_times()["start_ns"]
     assert (second - first).to_list() == [0, 8_000_000]
+
+
+@pytest.mark.parametrize("second", ["1", "01"])
+def test_an_iteration_that_stands_twice_is_refused(tmp_path, second):
+    path = tmp_path / "pp_rank_0.json"
+    path.write_text(f'{{"1": {json.dumps(FIRST)}, "{second}": {json.dumps(FIRST)}}}')
+    with pytest.raises(TraceError, match=r"the key '?1'? stands in it twice"):
+        read_trace(path)
+
+
+def test_a_rank_that_no_pipeline_has_is_refused_at_once(tmp_path):
+    path = write(tmp_path, FIRST) / "pp_rank_0.json"
+    with pytest.raises(TraceError, match="rank 1099511627776 is beyond"):
+        read_trace(path.rename(tmp_path / f"pp_rank_{2**40}.json"))
+
+
+def test_totals_that_no_int64_of_ns_holds_are_refused(tmp_path):
+    path = tmp_path / "pp_rank_0.json"
+    path.write_text(json.dumps({str(step): FIRST | {"total": 9e11} for step in range(20)}))
+    with pytest.raises(TraceError, match=r"iteration 6 begins 5\.4e\+12 ms after the first"):
+        read_trace(path)

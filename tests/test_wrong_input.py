@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,43 @@ def test_a_run_in_place_of_events_is_refused() -> None:
 
 
 # --- arguments
+
+
+COMM = pl.col("kind") == "comm"
+ODD_EDITS: dict[str, Callable[[Graph], object]] = {
+    "latency_ns=nan": lambda g: ln.whatif.network(g, COMM, latency_ns=float("nan")),  # type: ignore[arg-type]
+    "latency_ns=9223372036854775807": lambda g: ln.whatif.network(g, COMM, latency_ns=2**63 - 1),
+    "latency_ns=1.5": lambda g: ln.whatif.network(g, COMM, latency_ns=1.5),  # type: ignore[arg-type]
+    "bandwidth_factor='2'": lambda g: ln.whatif.network(g, COMM, bandwidth_factor="2"),  # type: ignore[arg-type]
+    "name=5": lambda g: ln.whatif.insert(g, pl.lit(True), 5, 1, kind="cpu"),  # type: ignore[arg-type]
+    "lane='gpu99999999999:1'": lambda g: ln.whatif.insert(g, pl.lit(True), "n", 1, kind="cpu", lane="gpu99999999999:1"),
+    "cannot be evaluated": lambda g: ln.whatif.scale(g, pl.lit(True), object()),  # type: ignore[arg-type]
+    "it gives Struct": lambda g: ln.whatif.scale(g, pl.lit(True), pl.struct("rank")),
+    "or dur_ns, which may be": lambda g: ln.whatif.fuse(g, pl.lit(True), "n", by=pl.lit(1)),  # type: ignore[arg-type]
+    "resources=5": lambda g: ln.simulate(g, 5),  # type: ignore[arg-type]
+    "give Resources": lambda g: ln.simulate(g, ln.Resources(pools=ln.Pool(of=pl.lit("p")))),  # type: ignore[arg-type]
+    "is no Pool": lambda g: ln.simulate(g, ln.Resources(pools=("p",))),  # type: ignore[arg-type]
+    "priority=": lambda g: ln.simulate(g, ln.Resources(priority=object())),  # type: ignore[arg-type]
+    "give groups of ranks": lambda g: ln.without_stragglers(g, replicas=[0, 1]),  # type: ignore[list-item]
+    "hold rank 1099511627776": lambda g: ln.without_stragglers(g, replicas=[[2**40]]),
+    "over holds no graphs": lambda g: ln.with_pooled_durations(g, []),
+    "give a list of those": lambda g: ln.with_pooled_durations(g, g),  # type: ignore[arg-type]
+    "give one or more columns": lambda g: ln.waiting_caused(ln.replay(g), by=[]),
+    "each once": lambda g: ln.waiting_caused(ln.replay(g), by=["rank", "rank"]),
+}
+"""What the error says -> an argument that is none."""
+
+
+@pytest.mark.parametrize("says", ODD_EDITS)
+def test_an_argument_of_an_edit_that_is_none_is_named(graph: Graph, says: str) -> None:
+    with pytest.raises(LumosError, match=re.escape(says)):
+        ODD_EDITS[says](graph)
+
+
+@pytest.mark.parametrize(("name", "value"), [("level", "x"), ("draws", 1.5), ("draws", True), ("seed", -1)])
+def test_an_argument_of_jitter_that_is_none_is_named(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=f"{name} is .*not {value!r}"):
+        ln.jitter(run_of(), **{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [99, "2", 2.5, [2], float("nan")])

@@ -85,8 +85,10 @@ def load(target: Path) -> Trace:
         The file is not what `store` wrote: damaged, or not ours.
     """
     try:
-        entry = json.loads(pl.read_parquet_metadata(target)[_ENTRY])
-        events = EVENTS.check(pl.read_parquet(target))
+        with target.open("rb") as file:  # of a path polars would take brackets for a pattern
+            entry = json.loads(pl.read_parquet_metadata(file)[_ENTRY])
+            file.seek(0)
+            events = EVENTS.check(pl.read_parquet(file))
         notes = pl.DataFrame(entry["notes"], schema=NOTES, orient="row")
         if isinstance(entry["metadata"]["event_count"], int) and len(events) == entry["count"]:
             return Trace(events, entry["metadata"], notes)

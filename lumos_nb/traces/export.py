@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+def write_table(table: pl.DataFrame, path: Path) -> None:
+    """Write Parquet to just this path: polars would take ~ for the user's home."""
+    with path.open("wb") as file:
+        table.write_parquet(file)
+
+
 class Tables:
     """What is made of tables that can be handed on; the first is the main one."""
 
@@ -51,7 +57,7 @@ class Tables:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, table in self._tables().items():
-                table.write_parquet(folder / f"{name}.parquet")
+                write_table(table, folder / f"{name}.parquet")
         except OSError as error:
             raise TraceError(f"{folder} cannot be written: {error}. Give a folder of your own.") from error
         return folder

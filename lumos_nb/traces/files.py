@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from lzma import LZMAError
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import polars as pl
 
-from lumos_nb.errors import LumosError, RunError, TraceError
+from lumos_nb.errors import InputError, LumosError, RunError, TraceError
 from lumos_nb.traces import cache as cached
 from lumos_nb.traces.formats import REFUSED_SUFFIXES, read_trace
 from lumos_nb.traces.json_stream import check_unpacked
@@ -52,17 +54,19 @@ def files_of(path: str | Path | Sequence[str | Path]) -> Iterator[Files]:
     Raises
     ------
     RunError
-        There is no such file or folder, or nothing in it that may be a trace.
+        There is no such file or folder, nothing in it that may be a trace, or a name that is no UTF-8.
+    InputError
+        What is given is neither a path nor a list of paths.
     """
     if not isinstance(path, str | Path):
-        given = [Path(each) for each in path]
+        given = list(map(_named, dict.fromkeys(_paths(path))))
         if missing := [str(each) for each in given if not each.is_file()]:
             raise RunError(f"{', '.join(missing[:3])} is no file: a list must name the files of a run, one by one.")
         if not given:
             raise RunError("an empty list of files: give a folder of traces, or at least one file.")
         yield Files(given, [], given[0].parent)
         return
-    path = Path(path)
+    path = _named(Path(path))
     if path.is_file() and path.name.endswith(ARCHIVES):
         with TemporaryDirectory(prefix="lumos_nb-") as folder:
             try:
@@ -76,7 +80,30 @@ def files_of(path: str | Path | Sequence[str | Path]) -> Iterator[Files]:
     elif path.is_dir():
         yield _sorted_out(path, sorted(path.iterdir(), key=lambda entry: _natural(entry.name)))
     else:
-        raise RunError(f"{path} does not exist: give a folder of traces, or one file.")
+        what = "is neither a folder nor a regular file" if os.path.lexists(path) else "does not exist"
+        raise RunError(f"{path} {what}: give a folder of traces, or one file.")
+
+
+def _paths(given: object) -> list[Path]:
+    """The paths of a list, in its order."""
+    if not isinstance(given, Iterable) or isinstance(given, bytes):
+        raise InputError(f"a run is a path or a list of paths; this is a {type(given).__name__}.")
+    each = list(given)
+    for wrong in (one for one in each if not isinstance(one, str | Path)):
+        raise InputError(f"a list of files holds a {type(wrong).__name__} ({wrong!r}); give paths.")
+    return list(map(Path, each))
+
+
+def _named(path: Path) -> Path:
+    """`path`, if tables can hold it."""
+    if printable(path) != str(path):
+        raise RunError(f"{printable(path)}: the name is no UTF-8, which tables cannot hold; rename it, or link to it.")
+    return path
+
+
+def printable(path: Path) -> str:
+    """The path as text, bytes of it that are no UTF-8 spelt out."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _unpack(archive: Path, folder: str) -> None:
@@ -84,26 +111,34 @@ def _unpack(archive: Path, folder: str) -> None:
         with tarfile.open(archive) as packed:
             for unpacked in accumulate(member.size for member in packed):
                 check_unpacked(archive, archive.stat().st_size, unpacked)
+            packed.fileobj.seek(packed.offset)  # tarfile takes whatever is no header for the end
+            if packed.fileobj.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+                raise tarfile.ReadError(f"at byte {packed.offset:,} stands neither a file nor the archive's end")
             packed.extractall(folder, filter="data")
-    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+    except (tarfile.TarError, zlib.error, LZMAError, EOFError, OSError) as error:
         raise TraceError(
             f"{archive} cannot be unpacked: {error}. Copy it again, or unpack what there is of it."
         ) from error
 
 
 def _sorted_out(path: Path, entries: list[Path]) -> Files:
-    files = [entry for entry in entries if entry.is_file()]
-    traces = [file for file in files if file.name.endswith(SUFFIXES) and not file.name.startswith(".")]
+    files = [entry for entry in entries if not entry.is_dir()]
+    traces = [_named(file) for file in files if _why_not(file) is None]
     if not files:
         raise RunError(
             f"{path} holds no trace: it {'holds folders only, which are not read' if entries else 'is empty'}."
         )
-    return Files(traces, [(file, _why_not(file.name)) for file in files if file not in traces], path)
+    return Files(traces, [(file, why) for file in files if (why := _why_not(file))], path)
 
 
-def _why_not(name: str) -> str:
+def _why_not(file: Path) -> str | None:
+    """Why a file of a folder is not taken for a trace; None if it is."""
+    if not file.is_file():
+        return "it is no regular file, or a link that leads nowhere"
+    if file.name.endswith(SUFFIXES) and not file.name.startswith("."):
+        return None
     for suffixes, what, advice in REFUSED_SUFFIXES:
-        if name.endswith(suffixes):
+        if file.name.endswith(suffixes):
             return f"it is {what}: {advice}"
     return f"its name does not end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, or it is hidden"
 

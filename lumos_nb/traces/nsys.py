@@ -93,6 +93,10 @@ def read_nsys(path: str | Path) -> Trace:
         raise TraceError(
             f"{path} is a damaged SQLite file: {error}. Export the report again (nsys export --type sqlite)."
         ) from error
+    except pl.exceptions.PolarsError as error:  # a device beyond 32 bits, columns that bear the names of ours
+        raise TraceError(
+            f"{path} has values that nsys does not write: {str(error).splitlines()[0]}. Export the report again."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -139,11 +143,11 @@ class _Export:
     def table(self, name: str, *numbers: str, texts: tuple[str, ...] = ()) -> pl.DataFrame:
         """A table's rows; the columns asked for are there, null where the table lacks them or has something else."""
         asked: dict[str, pl.DataType] = {**dict.fromkeys(numbers, pl.Int64()), **dict.fromkeys(texts, pl.String())}
-        declared = self.connection.execute(f'PRAGMA table_info("{name}")')
+        declared = self.connection.execute(f"PRAGMA table_info({_quoted(name)})") if name in self.tables else ()
         columns = {c: asked.get(c, _TYPES.get(kind, pl.String())) for _, c, kind, *_ in declared}
         frames = [pl.DataFrame(schema=columns)]
         if columns:
-            cursor = self.connection.execute(f'SELECT * FROM "{name}"')
+            cursor = self.connection.execute(f"SELECT {', '.join(map(_quoted, columns))} FROM {_quoted(name)}")
             while rows := cursor.fetchmany(_ROWS):
                 values = zip(columns.items(), zip(*rows, strict=True), strict=True)
                 frames.append(pl.DataFrame([pl.Series(c, v, dtype, strict=False) for (c, dtype), v in values]))
@@ -177,7 +181,7 @@ class _Export:
         metadata |= {"ranks": ranks["rank"].to_list(), "ranks_counted": stated is None, "event_count": self.count}
         kept = self.kept(events.join(ranks, on="process", how="left", maintain_order="left"))
         for name in sorted(self.tables - {*EVENT_TABLES, *OTHER_TABLES}):
-            [count] = self.connection.execute(f'SELECT count(*) FROM "{name}"').fetchone()
+            [count] = self.connection.execute(f"SELECT count(*) FROM {_quoted(name)}").fetchone()
             if count and not name.startswith("ENUM_"):
                 self.notes.append((f"not read {name}", count, "a table of which no event is made"))
         return Trace(kept, metadata, pl.DataFrame(self.notes, schema=NOTES, orient="row"))
@@ -254,7 +258,8 @@ class _Export:
         """The rows that are events of a rank, as `schema.EVENTS`; the others are counted."""
         base_ns = self.base_ns()
         start, end = pl.col("start"), pl.col("end")
-        sound = start.is_between(-LATEST_NS, LATEST_NS - abs(base_ns)) & (end - start < LATEST_NS)
+        in_range = [time.is_between(-LATEST_NS, LATEST_NS - abs(base_ns), closed="none") for time in (start, end)]
+        sound = in_range[0] & in_range[1].fill_null(value=True) & (end - start < LATEST_NS)
         reason = (
             pl.when(pl.col("category").is_null()).then(pl.lit("NVTX's own: a name of a domain, a category or a thread"))
             .when(pl.col("rank").is_null()).then(pl.lit("of a process that used no device"))
@@ -289,9 +294,8 @@ class _Export:
         threads = threads.with_columns(
             process=pl.col("globalTid") // 2**24, tid=_THREAD, name=self.named(threads, "nameId")
         )
-        found: dict[str, Any] = dict(
-            self.table("META_DATA_EXPORT", texts=("name", "value")).select("name", "value").drop_nulls().rows()
-        )
+        said = self.table("META_DATA_EXPORT", texts=("name", "value")).select("name", "value").drop_nulls().rows()
+        found: dict[str, Any] = {name: text for name, text in said if name not in ("distributedInfo", "layout")}
         found["deviceProperties"] = self.table("TARGET_INFO_GPU").to_dicts()
         found["processes"] = (
             ranks.join(processes, on="process", maintain_order="left").select("pid", "name", "rank").to_dicts()
@@ -316,6 +320,11 @@ _NO_ARGUMENTS = (
     *("event_id", "process", "start", "end", "correlationId", "globalTid", "globalPid", "nameId", "textId"),
     *_NAMED[CUPTI + "KERNEL"],
 )
+
+
+def _quoted(name: str) -> str:
+    """A table's or column's name in SQL."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _arguments(frame: pl.DataFrame) -> pl.Series:

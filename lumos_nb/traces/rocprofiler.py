@@ -135,8 +135,9 @@ def read_rocprofiler(path: str | Path) -> Trace:
     dropped = table.drop_nulls("reason").group_by("category", "reason").len().sort("category", "reason")
     notes = [(f"dropped {category}", count, reason) for category, reason, count in dropped.rows()]
     for process in processes:
-        for name, records in {**process.buffer_records, **process.callback_records}.items():
-            if records and name not in CATEGORIES:
+        unread = [(name, records) for name, records in process.buffer_records.items() if name not in CATEGORIES]
+        for name, records in [*unread, *process.callback_records.items()]:
+            if records:
                 notes.append((f"not read {name}", len(records), "a list of which no event is made"))
     about: dict[str, Any] = {}
     for process in processes[:1]:

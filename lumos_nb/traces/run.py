@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import RunError
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.export import Tables
-from lumos_nb.traces.files import files_of, loaded, read_file
+from lumos_nb.traces.files import files_of, loaded, printable, read_file
 from lumos_nb.traces.kineto import rank_of, world_size_of
 from lumos_nb.traces.trace import Trace
 
@@ -244,10 +244,11 @@ def _run(parsed: list[tuple[Path, Trace]], others: list[tuple[Path, str]], archi
         if one.source in ("file name", "order"):
             reason = f"the file names no rank: {one.rank} is from its {one.source}"
             report.append((one.rank, str(one.path), "rank", 1, reason))
-    report += [(None, str(path), "not read", 1, why) for path, why in [*copies, *others]]
+    report += [(None, printable(path), "not read", 1, why) for path, why in [*copies, *others]]
     world = table["world_size"].max()
     if isinstance(world, int) and world > len(ranks):
-        absent = sorted(set(range(world)) - {one.rank for one in ranks})
+        held = {one.rank for one in ranks}
+        absent = list(islice((rank for rank in range(world) if rank not in held), 21))
         named = ", ".join(map(str, absent[:20])) + (", ..." if len(absent) > 20 else "")
         reason = f"the files speak of {world} ranks; there is none of rank {named}"
         report.append((None, None, "missing ranks", world - len(ranks), reason))

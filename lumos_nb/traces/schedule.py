@@ -12,6 +12,7 @@ import polars as pl
 
 from lumos_nb.errors import TraceError
 from lumos_nb.schema import EVENTS
+from lumos_nb.traces.exact import LATEST_NS
 from lumos_nb.traces.json_stream import Blocks
 from lumos_nb.traces.trace import NOTES, Trace
 
@@ -22,6 +23,10 @@ NAME = re.compile(r"(.*pp_rank_)(\d+)(\.json(?:\.gz)?)")
 THREAD = 0
 MICRO_BATCHES = 2**20
 """More than a step has: the numbers of the messages of two steps keep apart."""
+
+MOST_STAGES = 2**16
+LONGEST_MS = LATEST_NS // 10**6
+"""Times are sums of the steps before, and have to stay what an int64 of ns holds."""
 
 Iteration = dict[str, Any]
 
@@ -41,12 +46,16 @@ def read_schedule(path: str | Path) -> Trace:
     """
     path = Path(path)
     rank, files = _files(path)
+    if max(files) >= MOST_STAGES:
+        raise TraceError(f"{path}: rank {max(files)} is beyond {MOST_STAGES:,} stages; rename the file of that rank.")
     job = {number: _iterations(file) for number, file in files.items()}
     steps, stages = job[rank], max(job) + 1
     rows, begin_ms = [], 0.0
     for step in sorted({step for its in job.values() for step in its}):
         if step in steps:
             zero_ms = begin_ms + _late_ms(job, step, rank)
+            if (far_ms := max(begin_ms, abs(zero_ms))) > LONGEST_MS:
+                raise TraceError(f"{path}, iteration {step} begins {far_ms:.3g} ms after the first: are these ms?")
             rows += _step_rows(steps[step], step, begin_ms, zero_ms, rank, stages)
         begin_ms += max(its[step]["total"] for its in job.values() if step in its)
     beside = [file.name for file in files.values() if file != path]
@@ -95,16 +104,15 @@ def _iterations(path: Path) -> dict[int, Iteration]:
     """Step -> its times, each checked: as many ends as begins, none before its begin."""
     blocks = Blocks(path)
     try:
-        content = json.loads(b"".join(blocks).decode("utf-8-sig"))
-        steps = {int(step): it for step, it in content.items()}
+        content = json.loads(b"".join(blocks).decode("utf-8-sig"), object_pairs_hook=_once)
+        steps = _once([(int(step), it) for step, it in content.items()])
     except (ValueError, RecursionError, AttributeError) as error:
         raise TraceError(f"{path} is no schedule file: {blocks.damage or error}. Record it again.") from error
     for step, it in steps.items():
         for begin, end in PASSES.values():
             try:
-                sound = len(it[begin]) == len(it[end]) and all(
-                    0 <= b <= e <= it["total"] < 1e12 for b, e in zip(it[begin], it[end], strict=True)
-                )
+                sound = 0 <= it["total"] < 1e12 and len(it[begin]) == len(it[end])
+                sound &= all(0 <= b <= e <= it["total"] for b, e in zip(it[begin], it[end], strict=False))
             except (KeyError, TypeError) as error:
                 raise TraceError(
                     f"{path}, iteration {step}: {begin}, {end} or total is missing or no number."
@@ -114,6 +122,15 @@ def _iterations(path: Path) -> dict[int, Iteration]:
     if not any(it[begin] for it in steps.values() for begin, _ in PASSES.values()):
         raise TraceError(f"{path} is a schedule file without a pass: nothing can be read from it.")
     return steps
+
+
+def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A dict of pairs; ValueError if a key stands twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n]))
+        raise ValueError(f"the key {twice!r} stands in it twice")
+    return found
 
 
 def _step_rows(
