@@ -199,3 +199,8 @@ def test_records_of_callbacks_are_named_as_not_read(tmp_path: Path) -> None:
     both = process(hip_api=[record(1, 2)]) | {"callback_records": {"hip_api": [record(3, 4), record(5, 6)]}}
     trace = read_rocprofiler(write(tmp_path, both))
     assert (len(trace.events), trace.notes.select("what", "count").rows()) == (1, [("not read hip_api", 2)])
+
+
+def test_a_file_without_a_process_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"results\.json holds no process"):
+        load_run(write(tmp_path))

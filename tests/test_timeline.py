@@ -24,6 +24,7 @@ from lumos_nb import (
 from lumos_nb.errors import TraceError
 from lumos_nb.evaluate import without_rules
 from lumos_nb.traces.formats import read_trace
+from lumos_nb.traces.timeline import read_timeline
 
 TYPES = {"dp_rank": pl.Int8, "stage": pl.Int8, "rank": pl.Int16, "step": pl.Int64, "optype": pl.Categorical}
 FLOATS = {"start_ts": pl.Float32, "duration": pl.Float32}
@@ -221,3 +222,39 @@ def test_the_straggler_of_ar_is_found_with_the_waits_that_no_record_names(traces
     ranks = hidden.group_by("match").agg(pl.col("rank").sort()).sort(pl.col("rank").list.get(1))["rank"].to_list()
     assert ranks == [[0, 16, 32, 48], [48, 52, 56, 60]]  # the slow replica's pipeline; its last stage's replicas
     assert replay(without_stragglers(graph)).step_ns < 0.5 * replay(graph).step_ns
+
+
+LANE = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "PP rank 0, TP rank 0, compute"}}
+OP_OF_LANE = {"ph": "X", "name": "forward-compute", "pid": 0, "tid": 0, "ts": 0, "dur": 5}
+OP_OF_LANE |= {"args": {"step": 1, "mb_id": 0, "seq_id": 0}}
+
+
+@pytest.mark.parametrize(
+    "odd", [LANE | {"args": 5}, LANE | {"pid": []}, OP_OF_LANE | {"ts": 1e300}, OP_OF_LANE | {"pid": {}}, None]
+)
+def test_odd_events_between_sound_ones_cost_themselves_alone(tmp_path, odd):
+    path = tmp_path / "timeline-x.json"
+    path.write_text(json.dumps([LANE, odd, OP_OF_LANE]))
+    assert read_timeline(path).events.filter(name="forward-compute")["dur_ns"].to_list() == [5000]
+
+
+@pytest.mark.parametrize("value", [pl.lit(b"x"), pl.lit([1]), pl.struct("rank"), pl.lit("1").cast(pl.Categorical)])
+def test_a_column_of_another_kind_is_refused_and_brackets_are_no_pattern(tmp_path, value):
+    columns = ("rank", "dp_rank", "stage", "step", "start_ts", "duration", "mb_id", "seq_id")
+    table = pl.DataFrame({c: [1] for c in columns}).with_columns(optype=pl.lit("forward-compute"))
+    path = tmp_path / "trace-[x].parquet"
+    table.write_parquet(path)
+    assert read_timeline(path).events.filter(name="forward-compute").height == 1
+    table.with_columns(stage=value).write_parquet(path)
+    with pytest.raises(TraceError, match=r"its stage is .*, where it has numbers and names"):
+        read_timeline(path)
+
+
+def test_what_is_no_list_is_refused_and_numbers_beyond_all_sizes_are_left_out(tmp_path):
+    path = tmp_path / "timeline-x.json"
+    path.write_text("5")
+    with pytest.raises(TraceError, match="it holds a int, not a list"):
+        read_timeline(path)
+    path.write_text(json.dumps([LANE, OP_OF_LANE]))
+    (tmp_path / "meta-x.yaml").write_text(f"one: {'9' * 5000}\ntensor_parallel: 2\n")
+    assert read_timeline(path).metadata["layout"]["tensor_parallel"] == 2

@@ -126,6 +126,10 @@ def read_rocprofiler(path: str | Path) -> Trace:
     try:
         processes = msgspec.json.decode(text, type=_File).processes
         rows = [_rows(process, rank) for rank, process in enumerate(processes)]
+        if not rows:
+            raise TraceError(
+                f"{path} holds no process: rocprofiler recorded nothing. Leave it out, or record it again."
+            )
     except (*UNDECODABLE, UnicodeDecodeError, pl.exceptions.PolarsError) as error:
         why = blocks.damage or f"{error} ({len(text):,} bytes of text)"
         raise TraceError(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.errors import TraceError
 from lumos_nb.schema import EVENTS
+from lumos_nb.traces.exact import LATEST_NS
 from lumos_nb.traces.json_stream import Blocks
 from lumos_nb.traces.trace import NOTES, Trace
 
@@ -111,7 +112,8 @@ def _is_parquet(path: Path) -> bool:
 def _of_parquet(path: Path) -> tuple[pl.DataFrame, list[tuple[str, int, str]], int]:
     needed = ("rank", "dp_rank", "stage", "step", "optype", "start_ts", "duration", "mb_id", "seq_id")
     try:
-        table = pl.read_parquet(path)
+        with path.open("rb") as file:  # of a path polars would take brackets for a pattern
+            table = pl.read_parquet(file)
     except (pl.exceptions.PolarsError, OSError) as error:
         raise TraceError(f"{path} cannot be read as Parquet: {error}. Export it again.") from error
     if missing := [c for c in needed if c not in table.columns]:
@@ -139,12 +141,14 @@ def _of_json(path: Path) -> tuple[pl.DataFrame, list[tuple[str, int, str]], int]
         events = json.loads(b"".join(blocks).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path} cannot be read as JSON: {blocks.damage or error}. Export it again.") from error
-    stages: dict[tuple[Any, Any], int] = {}
+    if not isinstance(events, list):
+        raise TraceError(f"{path} is no timeline: it holds a {type(events).__name__}, not a list of events.")
+    stages: dict[tuple[str, str], int] = {}
     for event in events:
-        if isinstance(event, dict) and event.get("name") == "thread_name":
-            found = re.match(r"PP rank (\d+), TP rank \d+, ", str(event.get("args", {}).get("name")))
+        if isinstance(event, dict) and event.get("name") == "thread_name" and isinstance(event.get("args"), dict):
+            found = re.match(r"PP rank (\d{1,9}), TP rank \d+, ", str(event["args"].get("name")))
             if found:
-                stages[event.get("pid"), event.get("tid")] = int(found.group(1))
+                stages[repr(event.get("pid")), repr(event.get("tid"))] = int(found.group(1))
     rows, odd = [], 0
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X":
@@ -152,8 +156,10 @@ def _of_json(path: Path) -> tuple[pl.DataFrame, list[tuple[str, int, str]], int]
             continue
         try:
             replica, lane, args = event["pid"], event["tid"], event["args"]
-            place = (lane // LANES_OF_A_RANK, replica, stages[replica, lane], args["step"])
+            place = (lane // LANES_OF_A_RANK, replica, stages[repr(replica), repr(lane)], args["step"])
             times = [round(float(event[c]) * 1000) for c in ("ts", "dur")]
+            if max(map(abs, times)) >= LATEST_NS:
+                raise OverflowError
             rows.append((*place, event["name"], *times, args["mb_id"], args["seq_id"]))
         except (KeyError, TypeError, ValueError, OverflowError):
             odd += 1
@@ -171,6 +177,10 @@ def _of_json(path: Path) -> tuple[pl.DataFrame, list[tuple[str, int, str]], int]
 
 def _checked(path: Path, table: pl.DataFrame) -> tuple[pl.DataFrame, list[tuple[str, int, str]], int]:
     """Rows of `_COLUMNS`; those without a rank, step or possible time are dropped and counted."""
+    if odd := [f"{c} is {table[c].dtype}" for c in _COLUMNS if not _is_plain(table[c].dtype)]:
+        raise TraceError(
+            f"{path} is no timeline: its {', '.join(odd)}, where it has numbers and names. Export it again."
+        )
     cast = table.select(pl.col(c).cast(dtype, strict=False) for c, dtype in _COLUMNS.items())
     sound = pl.all_horizontal(pl.col("rank", "replica", "stage", "step", "start_ns", "order").is_not_null())
     possible = sound & pl.col("dur_ns").is_between(0, 2**62) & pl.col("start_ns").is_between(-(2**62), 2**62)
@@ -182,10 +192,14 @@ def _checked(path: Path, table: pl.DataFrame) -> tuple[pl.DataFrame, list[tuple[
     return kept, [("unreadable", lost, reason)] if lost else [], len(table)
 
 
+def _is_plain(dtype: pl.DataType) -> bool:
+    return dtype.is_numeric() or dtype in (pl.String, pl.Boolean, pl.Null)
+
+
 def _sizes(meta: Path) -> dict[str, int]:
     """Sizes that the file `meta-<job>.yaml` beside the timeline states, {} if there is none."""
     text = meta.read_text(errors="replace") if meta.is_file() else ""
-    return {key: int(value) for key, value in re.findall(r"^(\w+): *(\d+) *$", text, re.MULTILINE)}
+    return {key: int(value) for key, value in re.findall(r"^(\w+): *(\d{1,9}) *$", text, re.MULTILINE)}
 
 
 def _end_to_end(records: pl.DataFrame) -> tuple[pl.DataFrame, int]:
