@@ -238,7 +238,8 @@ def absent_peers(
         dur_ns=pl.coalesce(pl.col("until_ns") - pl.col("begin_ns"), "dur_ns"),
         blocks=pl.col("blocks") & pl.col("begin_ns").is_null(),
     )
-    waiting = partial.filter((pl.col("begin_ns") > pl.col("from_ns")) & ~copied).with_columns(
+    # One of no length as well: that a step did not wait is not to be known from its rows when others predict it.
+    waiting = partial.filter(~copied).with_columns(
         id=in_role("id", ABSENT_PEERS),
         kind=pl.lit("unexplained"),
         name=pl.lit(ABSENT),

@@ -8,7 +8,7 @@ import polars as pl
 
 NOTES = {"what": pl.String(), "count": pl.Int64(), "reason": pl.String()}
 
-PARSER_VERSION = 4
+PARSER_VERSION = 5
 """Part of the key of cached parses: raise it when the same file would give another table."""
 
 
