@@ -6,12 +6,13 @@ Events are those of the files, kept or not; seconds are those of `Recording.of` 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.make_large_trace import write_large_trace
 from benchmarks.rows import RESULTS, Row, record
-from lumos_nb import datasets
 from lumos_nb.graph import Recording, build_graph
 from lumos_nb.traces.run import load_run
 
@@ -56,10 +57,15 @@ def graph_rows(folder: Path, *, target: str = "") -> Iterator[Row]:
 
 
 def rows(folders: list[Path] | None = None) -> Iterator[Row]:
-    """Rows of all large runs; of the bundled data set where there are none. The target is for the first, one rank's."""
-    found = folders or [TRACES / name for name in LARGE if (TRACES / name).is_dir()]
-    for number, folder in enumerate(found or [datasets.path("gpt-ddp")]):
-        yield from graph_rows(folder, target=TARGET if found and not number else "")
+    """Rows of the runs named, else of a made-up one of 1.3 million events, which has the target, and of large ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not folders:
+            made = Path(folder) / "made_up"
+            made.mkdir()
+            write_large_trace(made / "rank-0.json.gz")
+            yield from graph_rows(made, target=TARGET)
+        for path in folders or [TRACES / name for name in LARGE if (TRACES / name).is_dir()]:
+            yield from graph_rows(path)
 
 
 def main() -> None:
