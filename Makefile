@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint warm lab accuracy bench datasets tables picture constraints
+.PHONY: help env demo test lint warm lab fuzz accuracy bench datasets tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -53,6 +53,9 @@ warm: env # compile the kernels once, before test workers would each do it
 
 lab: env ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks
+
+fuzz: env ## 2,000 mutations of each of ten trace files, an hour or two
+	$(BIN)/python -m tests.test_damage 2000
 
 accuracy: env ## predicted against measured: benchmarks/accuracy.json and the tables that quote it
 	$(BIN)/python -m benchmarks.accuracy

@@ -30,6 +30,7 @@ from lumos_nb.findings import (
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.ledger import whole
 from lumos_nb.partition import breakdown, compare
+from lumos_nb.resampling import interval_in_words
 from lumos_nb.steady import repeat
 from lumos_nb.traces.export import write_table
 from lumos_nb.traces.perfetto import write_perfetto
@@ -200,7 +201,7 @@ def step_report(
     notes = {"steps": _about_steps(recording), "prediction": _about_errors(scored, graph.step)}
     return Report(
         title=f"Step {graph.step} of {_named(run, recording.world_size)}",
-        summary=_summary(times, scored, result),
+        summary=_summary(times, scored, result) + interval_in_words(recording, graph.step),
         sections=tuple(Section(key, head, notes.get(key, note), tables[key]) for key, (head, note) in SECTIONS.items()),
         result=result,
         scored=scored,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lumos_nb._replay_kernels import Int64s, last_ops
 from lumos_nb._replay_plan import Plan
+from lumos_nb.display import format_ns
 from lumos_nb.errors import InputError
 from lumos_nb.evaluate import chosen_steps, leave_one_out
 from lumos_nb.graph import Graph, Recording
@@ -221,3 +222,15 @@ def _lateness(traced: Recording, step: int) -> dict[int, int]:
     """How much later than all others each rank ended a step; below 0 for all but the last."""
     at_ns = dict(traced.rank_starts(step + 1).select("rank", "at_ns").iter_rows())
     return {rank: end_ns - max(at_ns[other] for other in at_ns if other != rank) for rank, end_ns in at_ns.items()}
+
+
+def interval_in_words(recording: Recording, step: int) -> str:
+    """A sentence on what ranks without a trace may change about a step, empty where all ranks have one."""
+    if recording.world_size <= recording.ops["rank"].n_unique():
+        return ""
+    found = step_interval(recording, step).row(0, named=True)
+    if found["high_ns"] is None or not found["ranks_filled"]:
+        return " What ranks without a trace may change about it is not known: there are no two traced replicas of them."
+    between = f"{format_ns(found['low_ns'])} to {format_ns(found['high_ns'])}"
+    unknown = f"; of {found['ranks_absent']} more nothing is known" if found["ranks_absent"] else ""
+    return f" With {found['ranks_filled']} ranks without a trace it takes {between} ({found['level']:.0%}){unknown}."

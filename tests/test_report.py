@@ -290,3 +290,12 @@ def test_a_real_run_of_four_ranks_is_reported_with_waits_between_them(traces: Pa
     assert between.head(3)["for_rank"].to_list() == [2, 2, 2]
     assert report["path"]["time_ns"].sum() == report.result.step_ns
     assert len(report.page()) < 1_000_000
+
+
+def test_a_partial_capture_says_what_the_absent_ranks_may_change(tmp_path):
+    for rank in (0, 1, 2, 4, 5, 6):
+        name = f"rank-{rank}.json.gz"
+        (tmp_path / name).write_bytes((ln.datasets.path("gpt-grid") / name).read_bytes())
+    text = str(step_report(ln.load_run(tmp_path, cache=False), predict=0))
+    assert "6 of 20 ranks, what the others did is estimated" in text
+    assert " ranks without a trace it takes " in " ".join(text.split())
