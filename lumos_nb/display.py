@@ -116,11 +116,13 @@ def _cells(frame: pl.DataFrame, max_rows: int) -> tuple[list[str], list[list[str
     formats: list[Callable[[float], str]] = []
     for name, is_number in zip(frame.columns, numeric, strict=True):
         ending, write = next(((e, f) for e, f in _BY_ENDING if is_number and name.endswith(e)), ("", _plain))
-        heads.append((name.removesuffix(ending).rstrip("_") or name).replace("_", " "))
+        short = name.removesuffix(ending).rstrip("_") or name
+        heads.append((f"{short}_time" if short != name and short in frame.columns else short).replace("_", " "))
         formats.append(partial(_after, zero_ns[name]) if name in zero_ns else write)
     rows = [
         ["" if value is None else write(value) for value, write in zip(row, formats, strict=True)]
         for row in frame.head(max_rows).iter_rows()
     ]
-    more = f"… {frame.height - max_rows:,} more rows" if frame.height > max_rows else ""
+    left = frame.height - max_rows
+    more = f"… {left:,} more row{'s' if left > 1 else ''}" if left > 0 else ""
     return heads, rows, numeric, more

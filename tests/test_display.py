@@ -116,3 +116,9 @@ def test_a_name_cannot_steer_a_terminal_or_break_a_row(draw):
     drawn = draw(pl.DataFrame({"name": ["\x1b[2J\nα\u202e\x9b"]}))
     assert r"\x1b[2J\nα\u202e\x9b" in drawn
     assert not set(drawn) & set("\x1b\x9b\u202e")
+
+
+def test_columns_that_differ_by_their_unit_alone_have_headings_of_their_own():
+    frame = pl.DataFrame({"step": [3, 4], "step_ns": [1_000_000, 2_000_000]})
+    assert text_table(frame, max_rows=1).splitlines()[0].split("  ") == ["step", "step time"]
+    assert text_table(frame, max_rows=1).endswith("1 more row")
