@@ -258,6 +258,14 @@ def test_latin_1_is_read_but_for_what_it_does_not_share_with_utf8(tmp_path: Path
     assert noted(kineto, "not UTF-8") == 2
 
 
+def test_a_limit_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUMOS_NB_MAX_BYTES", "1e9")
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": []}'))
+    with pytest.raises(TraceError, match="'1e9': it takes a number of bytes"):
+        read_kineto(path)
+
+
 def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = traced(event(), after=" " * 400_000).encode()
     packed = gzip.compress(text, mtime=0)

@@ -29,7 +29,9 @@ UNDECODABLE = (msgspec.MsgspecError, RecursionError)
 def most_unpacked(size: int) -> int:
     """To how many bytes a file of `size` bytes may unpack."""
     given = os.environ.get(MAX_BYTES_ENV, "")
-    return int(given) if given.isdecimal() else max(MAX_BYTES, MAX_RATIO * size)
+    if given and not given.isdecimal():
+        raise TraceError(f"the environment variable {MAX_BYTES_ENV} is {given!r}: it takes a number of bytes.")
+    return int(given) if given else max(MAX_BYTES, MAX_RATIO * size)
 
 
 def check_unpacked(path: Path, size: int, unpacked: int) -> None:
