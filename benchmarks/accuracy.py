@@ -11,12 +11,14 @@ from pathlib import Path
 
 import polars as pl
 
-from benchmarks.pipelines import coverage_rows, pipeline_rows
+from benchmarks.pipelines import pipeline_rows
 from benchmarks.rows import ACCURACY, Row, record
+from benchmarks.scores import coverage_rows, mechanistic_rows, noise, percent
 from lumos_nb import datasets
 from lumos_nb.critical_path import replay
 from lumos_nb.evaluate import delayed_steps, mechanistic, score_waits, what_ifs
 from lumos_nb.graph import Recording, build_graph
+from lumos_nb.resampling import jitter
 from lumos_nb.schema import DEVICE_KINDS
 from lumos_nb.traces.run import Run, load_run
 
@@ -31,9 +33,6 @@ OVERLAPPING = {
     "trace_diff": ("hta/trace_diff/control", 1.5),
     "ns_resolution": ("hta/ns_resolution_trace", 1.5),
 }
-HOST_BOUND_SHARE = 0.9
-"""Any graph that keeps threads in order predicts a step well whose path is more than this the host's own chain."""
-
 OTHERS = {
     "df_index_resolver": "hta/df_index_resolver",
     "nccl_data": "hta/nccl_parser_config",
@@ -41,6 +40,8 @@ OTHERS = {
     "resnet50_of_2021": "kineto/tb_plugin/samples/resnet50_num_workers_0",
 }
 ABLATED = ("torchrec_optimizer_4", "MI300X_resnet", "trace_diff")
+"""Those that are scored without waits between streams as well: they use several."""
+
 SYNC_FILES = (
     "hta/critical_path/alexnet",
     "hta/critical_path/cuda_event_sync",
@@ -49,63 +50,13 @@ SYNC_FILES = (
 )
 
 
-def percent(values: pl.Series) -> float:
-    """Mean size of relative errors, in percent."""
-    return 100 * float(values.abs().mean())  # type: ignore[arg-type]
-
-
-def noise(measured: pl.Series) -> float:
-    """Scatter of the measured steps themselves: mean distance from their median, in percent of it."""
-    middle = float(measured.median())  # type: ignore[arg-type]
-    return 100 * float((measured - middle).abs().mean()) / middle  # type: ignore[arg-type]
-
-
-def mechanistic_rows(name: str, scored: pl.DataFrame, target: float | None) -> Iterator[Row]:
-    """Rows of one recording: error beside null, ablation, waiting on the path."""
-    error = percent(scored["error"])
-    host = float(scored["host_share"].mean())  # type: ignore[arg-type]
-    own = float(scored["own_share"].mean())  # type: ignore[arg-type]
-    bound = f"{own:.0%} of the path is given"
-    bound += f" and {host:.0%} the host's: proves nothing" if host > HOST_BOUND_SHARE else ""
-    if (given := percent(scored["absent_given_error"])) != error:
-        bound += f"; {given:.2f} % with the collectives given whose other ranks have no trace"
-    yield Row(
-        f"mechanistic/{name}",
-        error,
-        "%",
-        "null",
-        percent(scored["null_error"]),
-        noise(scored["measured_ns"]),
-        "" if target is None else f"<= {target}",
-        f"{scored.height} steps. {bound}".strip(),
-    )
-    yield Row(
-        f"waiting/{name}",
-        100 * float(scored["wait_share"].max()),
-        "% of the path",
-        target="<= 1.0",  # type: ignore[arg-type]
-    )
-    if name in ABLATED:
-        without = percent(scored["no_events_error"])
-        yield Row(
-            f"ablation/{name}",
-            without / error,
-            "x",
-            "error with all edges = 1",
-            1.0,
-            target=">= 3.0",
-            note=f"{without:.1f} % without waits between streams, "
-            f"{percent(scored['no_waits_error']):.1f} % without host waits too",
-        )
-
-
 def trace_rows() -> Iterator[Row]:
     """Rows of the recordings of others."""
     errors = []
     for name, (path, target) in OVERLAPPING.items():
         scored = mechanistic(load_run(TRACES / path))
         errors.append(percent(scored["error"]))
-        yield from mechanistic_rows(name, scored, target)
+        yield from mechanistic_rows(name, scored, target, without="events" if name in ABLATED else None)
     yield Row(
         "mechanistic/mean_of_overlapping",
         sum(errors) / len(errors),
@@ -114,7 +65,7 @@ def trace_rows() -> Iterator[Row]:
         note=f"{len(errors)} recordings",
     )
     for name, path in OTHERS.items():
-        yield from mechanistic_rows(name, mechanistic(load_run(TRACES / path)), None)
+        yield from mechanistic_rows(name, mechanistic(load_run(TRACES / path)))
     yield from what_if_rows("ns_resolution", load_run(TRACES / OVERLAPPING["ns_resolution"][0]))
     yield from what_if_rows("MI300X_resnet", load_run(TRACES / OVERLAPPING["MI300X_resnet"][0]))
     yield from what_if_rows("torchrec_optimizer_4", load_run(TRACES / OVERLAPPING["torchrec_optimizer_4"][0]))
@@ -157,7 +108,7 @@ def bundled_rows() -> Iterator[Row]:
     for name in (n for n in datasets.names() if datasets.DATASETS[n].is_run):
         recording = Recording.of(load_run(datasets.path(name)))
         scored = mechanistic(recording)
-        yield from coverage_rows(name, recording, levels=(0.9,))
+        yield from coverage_rows(name, jitter(recording))
         yield Row(
             f"bundled/{name}",
             percent(scored["error"]),

@@ -22,7 +22,7 @@ from tests.test_critical_path import ORIGIN, edge, graph_of, graphs, op
 COLUMNS = ("op_id", "start_ns", "dur_ns", "slack_ns", "critical")
 
 
-def same(simulated: Result, replayed: Result) -> None:
+def assert_same(simulated: Result, replayed: Result) -> None:
     """Times, slack, path and steps are equal to the ns."""
     assert simulated.ops.select(COLUMNS).equals(replayed.ops.select(COLUMNS))
     assert simulated.path.equals(replayed.path)
@@ -46,21 +46,21 @@ def ends(result: Result) -> dict[int, int]:
 @given(graphs())
 @settings(max_examples=80, deadline=None)
 def test_without_resources_it_is_replay(graph: Graph):
-    same(simulate(graph), replay(graph))
+    assert_same(simulate(graph), replay(graph))
 
 
 @given(graphs(), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_pools_that_nothing_fills_change_nothing(graph: Graph, in_turn: bool):
     roomy = Pool(of=pl.lit("all"), demand=1 / len(graph.ops), in_turn=in_turn)
-    same(simulate(graph, Resources((roomy,), streams=pl.lit(None))), replay(graph))
+    assert_same(simulate(graph, Resources((roomy,), streams=pl.lit(None))), replay(graph))
 
 
 @pytest.mark.parametrize("name", [name for name in datasets.names() if datasets.DATASETS[name].is_run])
 def test_bundled_run_is_simulated_as_it_is_replayed(name: str):
     graph = build_graph(load_run(datasets.path(name)))
     for each in (graph, repeat(graph)):
-        same(simulate(each), replay(each))
+        assert_same(simulate(each), replay(each))
 
 
 # --- any resources: what was found is a graph that replays to the same times ------------------------------------------
@@ -104,7 +104,7 @@ def test_what_was_found_replays_to_the_same_times(case: tuple[Graph, Resources])
     except GraphError as error:
         assume("nothing can run any more" not in str(error))  # hypothesis fails if that is so too often
         raise
-    same(result, replay(result.graph))
+    assert_same(result, replay(result.graph))
     assert (result.graph.ops["dur_ns"] >= graph.ops["dur_ns"]).all()
     if all(pool.in_turn for pool in resources.pools):
         assert result.graph.ops["dur_ns"].equals(graph.ops["dur_ns"])
