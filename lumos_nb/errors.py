@@ -7,6 +7,8 @@
     ├── SchemaError         a table lacks a column, or has one of the wrong type
     ├── InputError          an argument is of another kind than the function takes
     ├── GraphError          ops and edges that no execution could follow
+    ├── SheetError          a data sheet lacks a number, or has one that cannot be
+    ├── CalibrationError    a calibration that cannot be read, or that has nothing to price an op by
     ├── ScenarioError       a what-if that names unknown classes or impossible scales
     └── CaptureError        a training loop could not be recorded
 """
@@ -38,6 +40,14 @@ class InputError(LumosError, TypeError):
 
 class GraphError(LumosError):
     """Ops and edges that no execution could follow: a cycle, an unknown op, a negative duration."""
+
+
+class SheetError(LumosError):
+    """A data sheet lacks a field or has a number that cannot be; the message names the sheet and the field."""
+
+
+class CalibrationError(LumosError):
+    """A calibration cannot be read, or has nothing to price an op by; the message says what to measure."""
 
 
 class ScenarioError(LumosError):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
+MEASURED = TRACES.parent / "measured"
 
 
 @pytest.fixture(scope="session")
@@ -19,11 +20,20 @@ def traces() -> Path:
     return TRACES
 
 
+@pytest.fixture(scope="session")
+def measured() -> Path:
+    """Folder of figures that others measured, beside the checkout; skipped as `traces` where it is absent."""
+    if not MEASURED.is_dir():
+        pytest.skip("no ../shared/measured beside the checkout")
+    return MEASURED
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where the traces must be there (`LUMOS_NB_REQUIRE_SHARED`, set by make), skipping a test of them is a failure."""
+    """Where shared files must be there (`LUMOS_NB_REQUIRE_SHARED`, set by make), skipping a test of them is a failure."""
     report = yield
-    if report.skipped and "traces" in getattr(item, "fixturenames", ()) and os.environ.get("LUMOS_NB_REQUIRE_SHARED"):
+    asked = {"traces", "measured"} & set(getattr(item, "fixturenames", ()))
+    if report.skipped and asked and os.environ.get("LUMOS_NB_REQUIRE_SHARED"):
         report.outcome = "failed"
         report.longrepr = f"skipped, but LUMOS_NB_REQUIRE_SHARED is set: {report.longrepr}"
     return report

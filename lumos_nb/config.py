@@ -1,0 +1,192 @@
+"""Data sheets: what a maker states about a GPU and about what connects GPUs. Numbers only; nothing here is fitted.
+
+The bundled ones lie in `datasets/hardware`, each with its source. One's own is a call of `Gpu` or `Fabric`, or a JSON
+file of the same fields.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from lumos_nb import datasets
+from lumos_nb.errors import InputError, SheetError
+
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
+"""Names of number formats; `fp16/bf16`, as some figures say, is read as fp16, which runs at the same rate."""
+
+
+class Sheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every data sheet has: a name, other names of the same thing, and where the numbers are from."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    source: str
+
+    def to_json(self) -> str:
+        """The sheet as JSON text; `read_sheet` takes it back."""
+        return msgspec.json.format(msgspec.json.encode(self)).decode()
+
+
+class Gpu(Sheet, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One GPU (or a CPU, as a device of that kind), from its data sheet.
+
+    `peak_flops` holds dense operations a second by number format, without sparsity; `memory_bytes_per_s` and
+    `clock_hz` (boost) are as stated; `cores` counts streaming multiprocessors or compute units.
+
+    Raises
+    ------
+    SheetError
+        A number is not positive, or a format is unknown.
+
+    Examples
+    --------
+    >>> mine = Gpu(
+    ...     name="my GPU", source="its data sheet", cores=142, clock_hz=2.52e9, memory_bytes=48e9,
+    ...     memory_bytes_per_s=864e9, l2_bytes=96e6, peak_flops={"fp32": 91.6e12, "bf16": 362e12, "fp16": 362e12},
+    ... )
+    >>> mine.peak("bf16") / mine.memory_bytes_per_s      # FLOPs that a byte must be worth
+    418.98...
+    """
+
+    cores: int
+    clock_hz: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    l2_bytes: float
+    peak_flops: dict[str, float]
+
+    def __post_init__(self) -> None:
+        numbers = {f: getattr(self, f) for f in self.__struct_fields__ if isinstance(getattr(self, f), float | int)}
+        _positive(self.name, {**numbers, **self.peak_flops})
+        if unknown := set(self.peak_flops) - set(DTYPES):
+            raise SheetError(
+                f"{self.name}: unknown number format(s) {', '.join(sorted(unknown))}; known: {', '.join(DTYPES)}."
+            )
+        if "fp32" not in self.peak_flops:
+            raise SheetError(f"{self.name}: peak_flops needs fp32: what has no rate of its own runs at it.")
+
+    def peak(self, dtype: str) -> float:
+        """Dense FLOP/s of a number format.
+
+        Raises
+        ------
+        SheetError
+            The GPU has no such rate: it does not compute in this format.
+        """
+        rate = self.peak_flops.get(dtype.split("/")[0])
+        if rate is None:
+            raise SheetError(
+                f"{self.name} has no rate for {dtype}; its sheet has {', '.join(self.peak_flops)}. "
+                "Add it to the sheet, or price the op in one of these formats."
+            )
+        return rate
+
+
+class Fabric(Sheet, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What connects GPUs on one tier: inside a node, or between nodes.
+
+    `bytes_per_s` is what one GPU can send while it receives as much (one direction); `max_gpus` is how many the tier
+    joins (None: any number, as a network between nodes does). `reduces` says whether switches add up themselves (NVLS,
+    SHARP): an all-reduce may then exceed the wire rate.
+    """
+
+    bytes_per_s: float
+    latency_us: float
+    max_gpus: int | None = None
+    reduces: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self.name, {"bytes_per_s": self.bytes_per_s, "latency_us": self.latency_us})
+
+
+AnySheet = TypeVar("AnySheet", Gpu, Fabric)
+
+
+def _positive(name: str, numbers: dict[str, float]) -> None:
+    for field, value in numbers.items():
+        if not 0 < value < float("inf"):
+            raise SheetError(f"{name}: {field} is {value}; a data sheet needs a positive number.")
+
+
+def read_sheet(path: str | Path, kind: type[AnySheet]) -> AnySheet:
+    """One sheet of `kind` (`Gpu` or `Fabric`) from a JSON file.
+
+    Raises
+    ------
+    SheetError
+        The file is not there, is no JSON, lacks a field or has one too many; the message names file and field.
+    """
+    return _decoded(Path(path), kind)
+
+
+def _decoded(path: Path, kind: type[AnySheet]) -> AnySheet:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SheetError(f"{path}: not a data sheet of a {kind.__name__}: {error}") from error
+
+
+@cache
+def gpus() -> tuple[Gpu, ...]:
+    """The bundled data sheets of GPUs."""
+    return tuple(_decoded(file, Gpu) for file in _files("gpus"))
+
+
+@cache
+def fabrics() -> tuple[Fabric, ...]:
+    """The bundled data sheets of fabrics."""
+    return tuple(_decoded(file, Fabric) for file in _files("fabrics"))
+
+
+def _files(kind: str) -> list[Path]:
+    return sorted((datasets.root() / "hardware" / kind).glob("*.json"))
+
+
+def find_gpu(name: str) -> Gpu:
+    """The bundled sheet of a GPU, by its name or one of its aliases, in any case and punctuation.
+
+    Raises
+    ------
+    InputError
+        There is none; the message lists the names.
+
+    Examples
+    --------
+    >>> find_gpu("h100-sxm-80gb").cores
+    132
+    """
+    return _found(name, gpus())
+
+
+def find_fabric(name: str) -> Fabric:
+    """The bundled sheet of a fabric; else as `find_gpu`."""
+    return _found(name, fabrics())
+
+
+def same_name(one: str, other: str) -> bool:
+    """Whether two names differ in case, blanks and punctuation only."""
+    return _plain(one) == _plain(other)
+
+
+def names_of(sheet: Sheet) -> tuple[str, ...]:
+    """Every name of a sheet, its own first."""
+    return (sheet.name, *sheet.aliases)
+
+
+def _found(name: str, sheets: Iterable[AnySheet]) -> AnySheet:
+    known = list(sheets)
+    for sheet in known:
+        if any(same_name(name, other) for other in names_of(sheet)):
+            return sheet
+    there = ", ".join(s.name for s in known)
+    raise InputError(f"no data sheet is called {name!r}; there are: {there}. Make your own: Gpu or Fabric.")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
