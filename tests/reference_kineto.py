@@ -388,7 +388,7 @@ class EventTable:
                 "category": pl.Series([event.cat for event in batch], dtype=pl.String),
                 "name": pl.Series([event.name for event in batch], dtype=pl.String),
                 "pid": integers([event.pid for event in batch]),
-                "process": pl.Series([repr(event.pid) for event in batch], dtype=pl.String),
+                "process": pl.Series([_process(event.pid) for event in batch], dtype=pl.String),
                 "tid": self._thread_ids([event.tid for event in batch]),
                 "start_ns": nanoseconds([event.ts for event in batch]),
                 "dur_ns": nanoseconds([event.dur if event.ph == "X" else b"0" for event in batch]),
@@ -469,6 +469,11 @@ class EventTable:
                 **{c: pl.col(c) for c in EVENTS.columns if c not in ("rank", "start_ns")},
             )
         )
+
+
+def _process(pid: Any) -> str:
+    """A text that tells apart what pids tell apart: 1.0 is 1, "1" is not, and none is a process of its own."""
+    return repr(int(pid) if isinstance(pid, float) and pid.is_integer() else pid)
 
 
 def _classify(events: pl.DataFrame) -> pl.DataFrame:

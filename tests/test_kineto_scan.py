@@ -15,9 +15,13 @@ from test_kineto_files import CHROME_FILES, KINETO_FILES
 
 from lumos_nb.errors import UnsupportedFormat
 from lumos_nb.traces import scan
+from lumos_nb.traces._json_kernels import MAX_DEPTH
 from lumos_nb.traces.kineto import read_kineto
 from lumos_nb.traces.trace import Trace
+from tests.kineto_notes import noted
 from tests.reference_kineto import read_reference
+
+DEEPER_THAN_KERNELS_READ = MAX_DEPTH + 40
 
 
 def assert_same(read: Trace, reference: Trace) -> None:
@@ -126,3 +130,68 @@ def test_more_strings_and_rows_than_there_is_room_for_at_first(tmp_path: Path, m
     monkeypatch.setattr(scan, "BATCH_ROWS", 700)
     monkeypatch.setattr(scan, "BLOCK_BYTES", 1 << 12)
     assert_same(read_kineto(path), read_reference(path))
+
+
+# --- one kind of oddness each -----------------------------------------------------------------------------------------
+
+
+def event(**more: Any) -> str:
+    return json.dumps({"ph": "X", "cat": "cpu_op", "name": "op", "pid": 1, "tid": 2, "ts": 5, "dur": 1} | more)
+
+
+def half(phase: str, ts: int, **more: Any) -> str:
+    return json.dumps({"ph": phase, "cat": "cpu_op", "name": "", "pid": 1, "tid": 2, "ts": ts} | more)
+
+
+def read(folder: Path, *events: str) -> Trace:
+    """The events as both read them, or a failure."""
+    path = folder / "trace.json"
+    path.write_text(f'{{"traceEvents": [{", ".join(events)}]}}')
+    kineto = read_kineto(path)
+    assert_same(kineto, read_reference(path))
+    return kineto
+
+
+def test_a_broken_event_ends_with_its_brace_however_deep_its_brackets(tmp_path: Path) -> None:
+    lists = "[" * DEEPER_THAN_KERNELS_READ + "]" * DEEPER_THAN_KERNELS_READ
+    broken = event(name="broken", args={"x": "HERE"}).replace('"HERE"', f"[NaN, {lists}]")
+    kineto = read(tmp_path, event(name="before"), broken, event(name="behind"))
+    assert kineto.events["name"].to_list() == ["before", "broken", "behind"]
+    assert noted(kineto, "mended") == 1
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 10, 1 << 20], ids=["in many blocks", "in one block"])
+def test_long_arguments_that_look_like_events_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(scan, "BLOCK_BYTES", block_bytes)
+    frames = [{"name": f"forward {i}", "ts": i} for i in range(2_000)]
+    odd = event(name="odd", pid=1.0, args={"frames": frames})
+    kineto = read(tmp_path, event(name="before"), odd, event(name="behind"))
+    assert kineto.events["name"].to_list() == ["before", "odd", "behind"]
+    assert kineto.notes.is_empty()
+
+
+def test_halves_whose_name_is_written_in_two_ways_are_one_event(tmp_path: Path) -> None:
+    begin, end = half("B", ts=5, name="step/1"), half("E", ts=8, name="step/1").replace("/", r"\/")
+    kineto = read(tmp_path, begin, half("B", ts=6, name="inner"), end)
+    assert kineto.events.select("name", "dur_ns").rows() == [("step/1", 3000)]
+
+
+def test_a_category_written_in_several_ways_is_counted_as_one(tmp_path: Path) -> None:
+    ways = ["cpu_op", "CPU_OP", r"cpu\u005fop"]
+    kineto = read(tmp_path, event(), *[event(cat="HERE", dur=-1).replace("HERE", way) for way in ways])
+    assert kineto.notes.select("what", "count").rows() == [("dropped X cpu_op", 3)]
+
+
+@pytest.mark.parametrize("pid", ["worker", "-20", None], ids=["a name", "a number as text", "none"])
+def test_halves_are_joined_within_their_process_alone(tmp_path: Path, pid: str | None) -> None:
+    others = [half("E", ts=7, pid=-other) for other in range(40)]
+    kineto = read(tmp_path, half("B", ts=5, pid=pid), *others, half("E", ts=9, pid=pid))
+    assert kineto.events["dur_ns"].to_list() == [4000]
+    assert noted(kineto, "dropped E") == len(others) + 1
+
+
+def test_a_process_may_be_written_as_a_float(tmp_path: Path) -> None:
+    kineto = read(tmp_path, half("B", ts=5, pid=1.0), half("E", ts=7, pid="1"), half("E", ts=9, pid=1))
+    assert kineto.events["dur_ns"].to_list() == [4000]

@@ -103,11 +103,15 @@ def _loose_end(text: Pointer, i: int, end: int) -> int:
         elif quoted:
             pass
         elif c in (OPEN, OPEN_LIST):
-            depth, objects = depth + 1, objects << 1 | (c == OPEN)
+            depth += 1
+            if depth <= MAX_DEPTH:
+                objects = objects << 1 | (c == OPEN)
         elif c in (CLOSE, CLOSE_LIST):
-            if depth <= MAX_DEPTH and objects & 1 != (c == CLOSE):
-                return -1
-            depth, objects = depth - 1, objects >> 1
+            if depth <= MAX_DEPTH:
+                if objects & 1 != (c == CLOSE):
+                    return -1
+                objects >>= 1
+            depth -= 1
             if depth == 0:
                 return i + 1
         i += 1
@@ -163,13 +167,19 @@ def _gap(text: Pointer, i: int, end: int, final: bool, state: Pointer) -> int:
 
 @jit("boolean(CPointer(uint8), int64, int64, int64, boolean, CPointer(int64))", uses=_USES)
 def _is_odd(text: Pointer, i: int, bad: int, end: int, final: bool, state: Pointer) -> bool:
-    """Find how far the object at `i` goes that is broken at `bad`; whether there is text enough to say."""
+    """Find how far the object at `i` goes that is odd or broken at `bad`; whether there is text enough to say."""
+    stop = value_end(text, i)
+    state[BEGIN], state[STOP], state[NEXT] = i, stop, -1
+    if stop > 0:  # valid JSON: what its arguments hold is no event, whatever it looks like
+        return True
+    if not final and -stop - 1 >= end:
+        return False
     after = _next_event(text, bad, end, False)
     near = i + _NEAR
     stop = _loose_end(text, i, end if after < 0 else max(after, min(end, near)))
     if not final and stop < 0 and (after < 0 or end < near):
         return False
-    state[BEGIN], state[STOP], state[NEXT] = i, stop, after
+    state[STOP], state[NEXT] = stop, after
     return True
 
 

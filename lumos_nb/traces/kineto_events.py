@@ -72,6 +72,7 @@ LONGEST_NS = 21 * 24 * 3600 * 10**9
 """Three weeks: no profile is longer, so times farther apart than that are errors."""
 
 _NO_STREAM = 2**32 - 1  # how older files write the stream -1 of a synchronisation with the whole device
+_BELOW_NUMBERS = -(2**62)  # from here on stand the ids of strings where pids are compared
 
 _UNKNOWN, _INSTANT, _CPU_OP = range(3)  # codes of categories that the file does not write; others follow
 _WITHOUT = ("unknown", "cpu_instant_event", "cpu_op")
@@ -121,7 +122,7 @@ class EventTable:
             self._ids(ints[at], kinds[at], texts, threads=at == kernels.TID)
             for at in (*range(kernels.PID, kernels.EXTERNAL_ID + 1), kernels.SEQUENCE)
         )
-        process = np.where(kinds[kernels.PID] == kernels.STRING, -1 - ints[kernels.PID], ints[kernels.PID])
+        process = ints[kernels.PID] + np.where(kinds[kernels.PID] == kernels.STRING, _BELOW_NUMBERS, 0)
         return pl.select(
             event_id=pl.Series(ints[kernels.EVENT_ID].copy()),
             ph=pl.Series(ints[kernels.PH].astype(np.uint8)),
@@ -136,7 +137,7 @@ class EventTable:
             external_id=external_id,
             sequence=pl.when(sequence >= 0).then(sequence),
             args=_lines(batch.args, batch.ints.shape[1]),
-            process=pl.Series(process),
+            process=_nullable(process, given[kernels.PID]),
             tid=tid,
         )
 
@@ -185,7 +186,7 @@ class EventTable:
         events = pl.concat(self._frames)
         self._frames.clear()
         if self._halves:
-            whole, left = joined(pl.concat(self._halves))
+            whole, left = joined(self._same_names(pl.concat(self._halves)))
             self._note_dropped(left)
             events = pl.concat([events, whole.select(events.columns)]).sort("event_id")
         self._halves.clear()
@@ -196,12 +197,18 @@ class EventTable:
             events.select(
                 rank=pl.lit(rank, pl.Int32),
                 event_id="event_id",
-                category=pl.Series(self._categories, dtype=pl.String).gather(events["category"]),
+                category=self._names_of(events["category"]),
                 name=pl.Series(self.strings.decoded(), dtype=pl.String).gather(events["name"]),
                 start_ns=pl.col("start_ns") + base_ns,
                 **{c: c for c in EVENTS.columns if c not in ("rank", "event_id", "category", "name", "start_ns")},
             )
         )
+
+    def _same_names(self, halves: pl.DataFrame) -> pl.DataFrame:
+        """`halves` with one id for each name, also where escapes write it in several ways."""
+        texts, first = self.strings.decoded(), dict[str, int]()
+        ids = {known: first.setdefault(texts[known], known) for known in halves["name"].unique()}
+        return halves.with_columns(pl.col("name").replace(ids))
 
     def _with_usable_times(self, events: pl.DataFrame) -> pl.DataFrame:
         start, dur = pl.col("start_ns"), pl.col("dur_ns")
@@ -225,11 +232,15 @@ class EventTable:
 
     def _note_dropped(self, events: pl.DataFrame) -> None:
         """Count rows by phase, category and `reason`."""
-        counted = events.group_by("ph", "category", "reason").len().rows()
+        category = self._names_of(events["category"])
+        counted = events.with_columns(category).group_by("ph", "category", "reason").len().rows()
         self.notes += sorted(
-            (f"dropped {kernels.KNOWN[phase]} {self._categories[code]}", count, reason)
-            for phase, code, reason, count in counted
+            (f"dropped {kernels.KNOWN[phase]} {name}", count, reason) for phase, name, reason, count in counted
         )
+
+    def _names_of(self, categories: pl.Series) -> pl.Series:
+        """Names of categories, of which several codes may have the same: one for each way to write it."""
+        return pl.Series("category", self._categories, dtype=pl.String).gather(categories)
 
 
 def like_cuda(events: pl.DataFrame) -> pl.DataFrame:
