@@ -260,6 +260,7 @@ def _field_of_args(text: Pointer, begin: int, stop: int) -> int:
 
 @jit("int64(CPointer(uint8), int64, int64)", inline=True, uses=_USES)
 def field_of_event(text: Pointer, begin: int, stop: int) -> int:
+    """The column of an event's key text[begin:stop], or ARGS, ATTR or OTHER."""
     if stop - begin > 4:
         return OTHER
     word = letters(text, begin, stop - begin)

@@ -94,6 +94,7 @@ def copy(text: Pointer, i: int, stop: int, to: Pointer, at: int) -> int:
 
 @jit("int64(CPointer(uint8), int64)", inline=True)
 def space_end(text: Pointer, i: int) -> int:
+    """Where the first byte from `i` on is that is no whitespace between tokens."""
     while text[i] <= 32 and (text[i] == 32 or text[i] == 10 or text[i] == 13 or text[i] == 9):
         i += 1
     return i
@@ -185,6 +186,7 @@ def string_end(text: Pointer, i: int) -> int:
 
 @jit("int64(CPointer(uint8), int64)", inline=True)
 def digits_end(text: Pointer, i: int) -> int:
+    """End of one or more digits."""
     if text[i] < ZERO or text[i] > _NINE:
         return -i - 1
     while ZERO <= text[i] <= _NINE:
@@ -214,12 +216,14 @@ def _number_end(text: Pointer, i: int) -> int:
 
 @jit("int64(CPointer(uint8), int64, int64, int64)", inline=True)
 def word_end(text: Pointer, i: int, word: int, size: int) -> int:
+    """End of the word of `size` letters that `word_of` gives as `word`."""
     wrong = letters(text, i, size) ^ word
     return -i - first_of(wrong) - 1 if wrong else i + size
 
 
 @jit("int64(CPointer(uint8), int64)", inline=True)
 def scalar_end(text: Pointer, i: int) -> int:
+    """End of a value that is no object or list: a string, true, false, null or a number."""
     c = text[i]
     if c == QUOTE:
         end = string_end(text, i + 1)
@@ -242,6 +246,7 @@ def value_of_key(text: Pointer, i: int) -> int:
 
 @jit("int64(CPointer(uint8), int64)")
 def value_end(text: Pointer, i: int) -> int:
+    """End of any value, of objects and lists with up to MAX_DEPTH brackets in brackets."""
     depth, objects = 0, 0  # a bit for each open bracket: whether it is an object's
     while True:
         c = text[i]
