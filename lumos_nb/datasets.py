@@ -22,7 +22,7 @@ class DatasetError(LumosError, KeyError):
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """One bundled data set: a folder that `capture` wrote, or a CSV table."""
+    """One bundled data set: a folder that `capture` wrote, or a table (CSV or Parquet)."""
 
     file: str
     what: str
@@ -31,7 +31,7 @@ class Dataset:
     @property
     def is_run(self) -> bool:
         """Whether `load_run` reads it."""
-        return not self.columns
+        return not Path(self.file).suffix
 
 
 _RATIOS = (
@@ -39,6 +39,15 @@ _RATIOS = (
     *("ratio", "ratio_lo", "ratio_hi", "cpu_ratio"),
 )
 _STEPS = ("kind", "launch", "round", "turn", "variant", "rank", "step_ns", "wall_ns", "cpu_ns")
+_KERNELS = (
+    *("gpu", "op", "dtype", "pass", "batch", "m", "n", "k", "trans", "rows", "cols", "seq_q", "seq_kv", "heads"),
+    *("kv_heads", "head_dim", "head_dim_v", "causal", "time_us", "source", "method", "model", "tp", "role", "groups"),
+    *("accumulate", "out_dtype", "qkv_contiguous", "licence"),
+)
+_COLLECTIVES = (
+    *("hardware", "interconnect", "nodes", "gpus", "gpus_per_node", "collective", "dtype", "size_bytes", "time_us"),
+    *("published_busbw", "method", "source", "notes", "algbw_gbs", "busbw_gbs", "licence"),
+)
 
 DATASETS = {
     "gpt-single": Dataset("gpt-single", "GPT of 2 layers on one CPU core, 10 traced steps"),
@@ -54,6 +63,8 @@ DATASETS = {
     "gpt-cuda-hidden_2048": Dataset("gpt-cuda-hidden_2048", "gpt-cuda with hidden 2048"),
     "gpt-cuda-batch_16": Dataset("gpt-cuda-batch_16", "gpt-cuda with batch 16 instead of 8"),
     "cuda-variants": Dataset("cuda-variants.csv", "step time of changed GPU runs as a ratio to the base", _RATIOS),
+    "measured-kernels": Dataset("measured/kernels.parquet", "kernel times that others measured, by shape", _KERNELS),
+    "measured-collectives": Dataset("measured/collectives.parquet", "collectives that others measured", _COLLECTIVES),
     "cuda-variant-steps": Dataset("cuda-variant-steps.csv", "the step times behind `cuda-variants`", _STEPS),
 }
 """Every data set that the package knows by name; a source tree or an installation may hold fewer."""
@@ -71,7 +82,7 @@ def names() -> list[str]:
 
 
 def path(name: str) -> Path:
-    """Where a data set lies: the folder of a run, or a CSV file.
+    """Where a data set lies: the folder of a run, or the file of a table.
 
     Raises
     ------
@@ -101,7 +112,9 @@ def load(name: str) -> pl.DataFrame | Path:
     >>> ln.datasets.load("variants").filter(pl.col("variant") == "again")      # doctest: +SKIP
     """
     found = path(name)
-    return found if DATASETS[name].is_run else pl.read_csv(found)
+    if DATASETS[name].is_run:
+        return found
+    return pl.read_parquet(found) if found.suffix == ".parquet" else pl.read_csv(found)
 
 
 def describe() -> pl.DataFrame:

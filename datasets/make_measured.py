@@ -1,0 +1,59 @@
+"""Carry the figures that others measured into `datasets/measured`, source and licence in every row.
+
+Reads the tables beside the checkout (`../shared/measured`), keeps the rows whose licence lets us, writes Parquet:
+
+    python datasets/make_measured.py
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import polars as pl
+
+SHARED = Path(__file__).parents[1].parent / "shared" / "measured"
+OUT = Path(__file__).parent / "measured"
+
+FREE = ("MIT", "MIT-0", "BSD-3-Clause", "Apache-2.0", "page or paper; figures only")
+"""Licences whose rows are carried. A page or paper gives figures, which nobody owns; its text stays there."""
+
+
+def licences() -> dict[str, str]:
+    """Licence of every source that PROVENANCE.md names, by the first words of the source's name."""
+    table = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \| [^|]*\.(?:csv|parquet) ", _provenance(), re.MULTILINE)
+    return {source.strip(): licence.strip().replace("MIT-style", "MIT") for source, licence in table}
+
+
+def _provenance() -> str:
+    return (SHARED / "PROVENANCE.md").read_text(encoding="utf-8")
+
+
+def licensed(rows: pl.DataFrame) -> pl.DataFrame:
+    """The rows that may be carried, with their `licence`."""
+    known = licences()
+    if unknown := set(rows["source"].unique()) - set(known):
+        raise SystemExit(f"PROVENANCE.md names no licence of: {', '.join(sorted(unknown))}")
+    rows = rows.with_columns(licence=pl.col("source").replace_strict(known))
+    left = rows.filter(~pl.col("licence").is_in(FREE)).group_by("source", "licence").len()
+    for source, licence, count in left.sort("source").iter_rows():
+        print(f"left out: {count} rows of {source} ({licence})")
+    return rows.filter(pl.col("licence").is_in(FREE))
+
+
+def main() -> None:
+    """Write both tables and say how large they are."""
+    OUT.mkdir(exist_ok=True)
+    files = sorted(SHARED.glob("kernels_*.parquet"))
+    kernels = pl.concat([pl.read_parquet(file) for file in files], how="diagonal_relaxed")
+    causal = pl.col("causal").str.to_lowercase() == "true"  # some files write True, some true, some have a type for it
+    kernels = licensed(kernels.with_columns(pl.col(pl.Int64).cast(pl.Int32), causal))
+    collectives = licensed(pl.read_csv(SHARED / "collectives.csv", infer_schema_length=None).drop("row_id"))
+    for name, rows in (("kernels", kernels), ("collectives", collectives)):
+        file = OUT / f"{name}.parquet"
+        rows.write_parquet(file, compression="zstd", compression_level=19)
+        print(f"{name}: {rows.height} rows, {file.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
