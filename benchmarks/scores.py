@@ -35,7 +35,7 @@ def mechanistic_rows(
     """Rows of one recording: error beside null, waiting on the path, and the error `without` one of `ABLATIONS`."""
     error, sizes = percent(scored["error"]), 100 * scored["error"].abs()
     host, own = float(scored["host_share"].mean()), float(scored["own_share"].mean())  # type: ignore[arg-type]
-    note = f"{scored.height} steps, median {sizes.median():.2f} %, worst {sizes.max():.1f} %. "
+    note = f"{scored.height} steps, median {sizes.median():.3g} %, worst {sizes.max():.3g} %. "
     note += f"{own:.0%} of the path given"
     note += f", {host:.0%} the host's: proves nothing" if host > HOST_BOUND_SHARE and without is None else ""
     if (given := percent(scored["absent_given_error"])) != error:
