@@ -8,6 +8,7 @@ from statistics import median
 
 import polars as pl
 
+from lumos_nb.costs.overheads import Pool, with_families
 from lumos_nb.critical_path import replay, sweep
 from lumos_nb.errors import GraphError
 from lumos_nb.graph import Graph, Recording, build_graph
@@ -23,10 +24,14 @@ OWN_KINDS = ("kernel", "memcpy", "memset", "cpu", "alloc")
 
 POOLED_KINDS = ("gap", "launch", "wait", "comm", "unexplained")
 
-SAME_OP = ("rank", "kind", "site", "of", "nth")
-"""`of`: how many ops of the site the step has. Only where that is equal is the nth here the nth there."""
-SAME_EDGE = ("rank", "rule", "site", "nth")
-SAME_NAME = ("rank", "kind", "name")
+OP_LADDER = {
+    # `of`: how many ops of the site the step has. Only where that is equal is the nth here the nth there.
+    "op": ("rank", "kind", "site", "of", "nth"),
+    "name": ("rank", "kind", "name"),
+    "family": ("rank", "kind", "family"),
+    "all": ("kind",),
+}
+LAG_LADDER = {"edge": ("rank", "rule", "site", "nth"), "rule": ("rank", "rule"), "all": ("rule",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,47 +40,32 @@ class PooledCosts:
 
     Attributes
     ----------
-    by_op
-        `SAME_OP` and `mean_ns`, `delay_ns`: the same op of the same call site in the other steps; `delay_ns` is the
-        median of what held it up without an explanation.
-    by_name
-        `SAME_NAME` and `mean_ns`: all ops of that name, for an op that the other steps lack.
+    ops
+        `mean_ns`, and `delay_ns`, the median of what held the op up without an explanation: of the same op of the same
+        call site in the other steps, else of what has its name, and so on.
     lags
-        `SAME_EDGE` and `lag_ns`: median latency of the edge of that rule to the same op in the other steps.
-    usual_lags
-        `rank`, `rule`, `lag_ns`: median over all edges of the rule.
+        `lag_ns`, the median latency of an edge: of that rule to the same op in the other steps, else of all of it.
     """
 
-    by_op: pl.DataFrame
-    by_name: pl.DataFrame
-    lags: pl.DataFrame
-    usual_lags: pl.DataFrame
+    ops: Pool
+    lags: Pool
 
     def __repr__(self) -> str:
-        return f"<PooledCosts of {len(self.by_op):,} ops, {len(self.by_name):,} names, {len(self.lags):,} edges>"
+        return f"<PooledCosts of {self.ops} and {self.lags}>"
 
     @classmethod
     def of(cls, graphs: Iterable[Graph]) -> PooledCosts:
         """Pool the graphs of several steps of one run."""
         graphs = list(graphs)
-        ops = pl.concat([_with_delays(g) for g in graphs])
+        ops = with_families(pl.concat([_with_delays(g) for g in graphs]))
+        # Gaps add up along a thread, so their mean is wanted, long ones included; not so with transfers.
+        is_comm, dur_ns = pl.col("kind").first() == "comm", pl.col("dur_ns")
+        mean_ns = pl.when(is_comm).then(dur_ns.median()).otherwise(dur_ns.mean())
+        lag_ns = pl.col("lag_ns").median()
         edges = pl.concat([_named_edges(g) for g in graphs])
-        by_op = (
-            ops.filter(pl.col("site").is_not_null())
-            .group_by(SAME_OP)
-            # Gaps add up along a thread, so their mean is wanted, long ones included; not so with transfers.
-            .agg(
-                mean_ns=pl.when(pl.col("kind").first() == "comm")
-                .then(pl.col("dur_ns").median())
-                .otherwise(pl.col("dur_ns").mean()),
-                delay_ns=pl.col("delay_ns").median(),
-            )
-        )
         return cls(
-            by_op,
-            ops.group_by(SAME_NAME).agg(mean_ns=pl.col("dur_ns").mean()),
-            edges.group_by(SAME_EDGE).agg(pl.col("lag_ns").median()),
-            edges.group_by("rank", "rule").agg(pl.col("lag_ns").median()),
+            Pool.of(ops, OP_LADDER, mean_ns=mean_ns, delay_ns=pl.col("delay_ns").median()),
+            Pool.of(edges, LAG_LADDER, pooled_ns=lag_ns),
         )
 
 
@@ -90,7 +80,7 @@ def _with_delays(graph: Graph) -> pl.DataFrame:
     return (
         own.join(delays, on="op_id", how="left", maintain_order="left")
         .with_columns(pl.col("delay_ns").fill_null(0))
-        .select("op_id", *SAME_OP, "name", "dur_ns", "delay_ns")
+        .select("op_id", *OP_LADDER["op"], "name", "dur_ns", "delay_ns")
     )
 
 
@@ -104,7 +94,7 @@ def _named_edges(graph: Graph) -> pl.DataFrame:
     through = graph.edges.filter(pl.col("rule") == "delay").select(dst="src", to="dst")
     named = graph.edges.filter(pl.col("rule").is_in(["launch", "stream", "queue"])).join(through, on="dst", how="left")
     about = graph.ops.select("rank", "site", "nth", to="op_id")
-    return named.with_columns(to=pl.coalesce("to", "dst")).join(about, on="to").select(*SAME_EDGE, "lag_ns")
+    return named.with_columns(to=pl.coalesce("to", "dst")).join(about, on="to").select(*LAG_LADDER["edge"], "lag_ns")
 
 
 def with_pooled_costs(graph: Graph, costs: PooledCosts, *, absent_given: bool = False) -> Graph:
@@ -113,11 +103,8 @@ def with_pooled_costs(graph: Graph, costs: PooledCosts, *, absent_given: bool = 
     `absent_given` keeps the step's own collectives where ranks without a trace take part: their lateness is then taken
     as given, not predicted.
     """
-    ops = graph.ops.with_row_index("row").join(
-        costs.by_op, on=SAME_OP, how="left", maintain_order="left", nulls_equal=True
-    )
-    ops = ops.join(costs.by_name, on=SAME_NAME, how="left", suffix="_name", maintain_order="left")
-    pooled = pl.coalesce("mean_ns", "mean_ns_name", "dur_ns").round().cast(pl.Int64)
+    ops = costs.ops.find(with_families(graph.ops), "mean_ns", "delay_ns")
+    pooled = pl.coalesce("mean_ns", "dur_ns").round().cast(pl.Int64)
     here = pl.col("step") == graph.step
     # Behind the wait for ranks without a trace lies an estimated transfer: only the two together were measured.
     absent = graph.ops.filter((pl.col("name") == ABSENT) & absent_given).select(src="op_id")
@@ -136,13 +123,8 @@ def with_pooled_costs(graph: Graph, costs: PooledCosts, *, absent_given: bool = 
     edges = graph.edges.join(through, on="dst", how="left", maintain_order="left").with_columns(
         to=pl.coalesce("to", "dst")
     )
-    edges = edges.join(about, on="to", how="left", maintain_order="left").join(
-        costs.lags.rename({"lag_ns": "pooled_ns"}), on=SAME_EDGE, how="left", maintain_order="left"
-    )
-    edges = edges.join(
-        costs.usual_lags.rename({"lag_ns": "usual_ns"}), on=["rank", "rule"], how="left", maintain_order="left"
-    )
-    lag = pl.coalesce("pooled_ns", "usual_ns", "lag_ns").round().cast(pl.Int64)
+    edges = costs.lags.find(edges.join(about, on="to", how="left", maintain_order="left"), "pooled_ns")
+    lag = pl.coalesce("pooled_ns", "lag_ns").round().cast(pl.Int64)
     delay = pl.when(pl.col("rule") == "delay").then(0).otherwise("delay_ns").fill_null(0)
     edges = edges.with_columns(lag_ns=lag + delay).select(graph.edges.columns)
     return replace(graph, ops=ops.select(graph.ops.columns), edges=edges)
