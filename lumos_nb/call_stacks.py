@@ -139,6 +139,14 @@ def outermost(parent: Int64s, counts: NDArray[np.bool_]) -> Int64s:
     return out
 
 
+def innermost(parent: Int64s, counts: NDArray[np.bool_]) -> Int64s:
+    """The innermost ancestor-or-self for which `counts` holds, or -1."""
+    out = np.arange(parent.size)
+    while (up := np.flatnonzero((out >= 0) & ~counts[out])).size:
+        out[up] = parent[out[up]]
+    return out
+
+
 @jit("u8[:](i8[:], u8[:])")
 def path_hash(parent: Int64s, name_hash: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A hash of the names from the root down to each interval: equal for equal call sites, in any step or rank."""

@@ -361,9 +361,10 @@ def _evidence(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-KEPT = ("site", "nth", "of", "call_name", "match", "ago")
+KEPT = ("site", "nth", "of", "call_name", "match", "ago", "operator", "operator_id")
 """Columns of a graph's ops beyond the schema: `site` and `nth` (of `of`) name an op in any step and rank; `ago` is how
-many steps earlier a boundary op was launched, 0 for others."""
+many steps earlier a boundary op was launched, 0 for others; `operator` (event `operator_id` of its rank) is the
+innermost one with shapes around a launch, also of the work that it launches."""
 
 
 def _finished(

@@ -31,7 +31,9 @@ RAW_COLUMNS: dict[str, pl.DataType] = {
     "launch_ns": pl.Int64(),  # start of the launching call; null where the trace lacks it
     "frame": pl.Int64(),  # event_id of the innermost operator or annotation around the call
     "top_frame": pl.Int64(),  # event_id of the outermost operator around it
-    "around": pl.String(),  # its name
+    "around": pl.String(),  # name of the innermost one
+    "operator": pl.String(),  # of a call and of its device work: the innermost operator around it that has shapes
+    "operator_id": pl.Int64(),  # its event_id
     "event_id": pl.Int64(),
 }
 """Columns of raw ops beyond `schema.OPS`, which the dependency rules need and a finished graph does not."""
@@ -220,6 +222,8 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
         "thread",
         "parent",
         "around",
+        "operator",
+        "operator_id",
         "frame",
         "top_frame",
         "shapes",

@@ -208,6 +208,8 @@ class _Frames:
         )
         self.lane, self.start, self.end = (_numbers(frames[c]) for c in ("lane", "start_ns", "end_ns"))
         self.parent = call_stacks.nearest_encloser(self.lane, self.start, self.end)
+        has_shapes = frames["args"].str.contains('"Input Dims"', literal=True).fill_null(value=False)
+        self.shaped = call_stacks.innermost(self.parent, has_shapes.to_numpy(writable=True))
         # An annotation that holds nothing else is host work that the user named: an operator like any other.
         holds = np.zeros(self.parent.size, bool)
         holds[self.parent[self.parent >= 0]] = True
@@ -230,12 +232,15 @@ class _Frames:
         """What is known of work inside these innermost frames from all around it; of calls also who made them."""
         top = _through(self.top, inner)
         own = rows_at(self.table.select(frame="event_id", around="name"), np.where(is_call, inner, -1))
+        shaped = np.where(is_call, _through(self.shaped, inner), -1)
+        operators = rows_at(self.table.select(operator="name", operator_id="event_id"), shaped)
         tops = rows_at(self.table.select(parent="name", top_frame="event_id"), top)
         return [
             *own.get_columns(),
+            *operators.get_columns(),
             tops["parent"],
             tops.select(pl.when(pl.Series(is_call)).then("top_frame").alias("top_frame")).to_series(),
-            *rows_at(self.table.select("args"), np.where(is_call, inner, top)).get_columns(),
+            *rows_at(self.table.select("args"), np.where(is_call, shaped, top)).get_columns(),
             self._inherited("phase", inner).fill_null("other"),
             self._inherited("micro_batch", inner),
             self._inherited("layer", inner),
