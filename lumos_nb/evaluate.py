@@ -100,8 +100,8 @@ def _named_edges(graph: Graph) -> pl.DataFrame:
 def with_pooled_costs(graph: Graph, costs: PooledCosts, *, absent_given: bool = False) -> Graph:
     """The graph of a step with everything but its own computation replaced by what other steps cost.
 
-    `absent_given` keeps the step's own collectives where ranks without a trace take part: their lateness is then taken
-    as given, not predicted.
+    Of a kind of which the other steps have nothing at all it stays as measured. `absent_given` keeps the step's own
+    collectives where ranks without a trace take part: their lateness is then taken as given, not predicted.
     """
     ops = costs.ops.find(with_families(graph.ops), "mean_ns", "delay_ns")
     pooled = pl.coalesce("mean_ns", "dur_ns").round().cast(pl.Int64)

@@ -20,6 +20,8 @@ from lumos_nb.costs.overheads import (
     pooled,
 )
 from lumos_nb.errors import CalibrationError, InputError, SchemaError
+from lumos_nb.evaluate import PooledCosts, with_pooled_costs
+from lumos_nb.graph import build_graph
 from lumos_nb.ops import build_ops
 from tests.trace_builder import Body, Trace, graph_of, recording_of, repeated, run_of
 
@@ -185,7 +187,7 @@ def samples(*rows: tuple[str, str, float]) -> pl.DataFrame:
 def test_what_lies_outside_the_fences_is_counted_and_left_out_of_the_mean():
     found = pooled(samples(*(("T2", "aten::mm", us) for us in (9, 10, 10, 11, 10, 1000))))
     row = next(row for row in found.rows if row.pooled_from == "name")
-    assert (row.count, row.outliers, row.mean_us, row.all_mean_us) == (6, 1, 10, 175)
+    assert (row.count, row.outliers, row.trimmed_us, row.mean_us) == (6, 1, 10, 175)
     assert (row.median_us, row.p10_us, row.p90_us) == pytest.approx((10, 9.5, 505.5))
 
 
@@ -208,6 +210,12 @@ LOOKED_UP = pooled(
 def test_a_cost_is_that_of_the_name_else_the_family_else_all(name, overhead, us, level):
     found = LOOKED_UP.find(pl.DataFrame({"overhead": [overhead], "name": [name]}, schema_overrides={"name": pl.String}))
     assert found.select("cost_us", "pooled_from").row(0) == (us, level)
+
+
+def test_under_a_name_the_long_ones_count_and_elsewhere_they_do_not():
+    found = pooled(samples(*(("T2", "aten::mm", us) for us in (9, 10, 10, 11, 10, 1000))))
+    assert found.cost(["aten::mm", "aten::bmm", None], ["T2"] * 3).tolist() == [175, 10, 10]
+    assert found.cost(["aten::mm", "aten::bmm", None], ["T2"] * 3, "median_us").tolist() == [10, 10, 10]
 
 
 def test_costs_come_in_the_order_asked_for():
@@ -236,6 +244,23 @@ def test_json_gives_back_the_same():
     assert "<table" in found._repr_html_()
 
 
+# --- what predictions of steps take from it ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap_us", [50, 500])
+def test_the_gap_before_an_operator_that_no_other_step_runs_is_predicted_from_its_family(gap_us: int):
+    def odd(trace: Trace, step: int, s: float) -> None:
+        here, gap = ("aten::tanh", gap_us) if step == 3 else ("aten::mm", 20)
+        trace.op("aten::add_", s + 10, s + 20)
+        trace.op(here, s + 20 + gap, s + 620)
+        trace.launch("k", (s + 600, s + 604), (s + 610, s + 620))
+
+    recording = recording_of(repeated(odd, steps=5))
+    costs = PooledCosts.of(build_graph(recording, step, unseen=3) for step in (2, 4, 5))
+    ops = with_pooled_costs(build_graph(recording, 3), costs).ops
+    assert ops.filter(pl.col("name") == "before aten::tanh")["dur_ns"].to_list() == [20_000]
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +275,22 @@ def test_an_unknown_overhead_is_an_error_that_lists_the_known():
         LOOKED_UP.cost(["aten::mm"], ["T9"])
 
 
+def test_wrong_requests_are_errors():
+    with pytest.raises(InputError, match="2 names, 1 overheads"):
+        LOOKED_UP.cost(["aten::mm", "aten::mm"], ["T2"])
+    with pytest.raises(InputError, match="no statistic is called 'p50_us'; there are: mean_us"):
+        LOOKED_UP.cost(["aten::mm"], ["T2"], "p50_us")
+    with pytest.raises(SchemaError, match="overhead table lacks"):
+        LOOKED_UP.find(pl.DataFrame({"name": ["aten::mm"]}))
+
+
+@pytest.mark.parametrize("change", [{}, {"overhead": "T9"}, {"pooled_from": "site"}])
+def test_rows_that_no_lookup_could_use_are_refused(change: dict[str, str]):
+    row = LOOKED_UP.rows[0]
+    with pytest.raises(CalibrationError, match="an unknown or a second row"):
+        Overheads((row, msgspec.structs.replace(row, **change)))
+
+
 def test_a_recording_without_host_work_is_an_error():
     trace = Trace()
     trace.device("k", 0, 10)
@@ -262,6 +303,8 @@ def test_a_recording_without_host_work_is_an_error():
 def test_other_sources_are_errors():
     with pytest.raises(InputError, match="runs, graphs or op tables; it was given a int"):
         overheads([3])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="was given a int"):
+        overheads(3)  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="op table lacks"):
         overheads(pl.DataFrame({"name": ["a"]}))
 
@@ -272,7 +315,7 @@ def test_other_sources_are_errors():
 def test_a_real_runs_host_time_is_all_accounted_for(traces: Path):
     graph = ln.build_graph(ln.load_run(traces / "hta/nccl_parser_config"))
     found = overheads(graph)
-    priced = found.find(host_parts(graph.ops), "all_mean_us")
+    priced = found.find(host_parts(graph.ops))
     assert set(priced["pooled_from"]) == {"name"}
     assert priced["cost_us"].sum() == pytest.approx(priced["dur_ns"].sum() / 1000)
     launch = found.find(pl.DataFrame({"overhead": ["launch_latency"], "name": ["cudaLaunchKernel"]}), "median_us")

@@ -8,9 +8,10 @@ somewhat faster; and a blocking call counts with what it costs beyond its wait.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from lumos_nb.calls import CALL_PATTERNS, COMM_TYPES, ENGINE_OPERATORS, classify
 from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import CalibrationError, InputError
 from lumos_nb.graph import Graph, Recording, build_graph
-from lumos_nb.schema import DEVICE_KINDS, OPS
+from lumos_nb.schema import DEVICE_KINDS, OPS, TableSchema
 from lumos_nb.traces.run import Run
 
 OVERHEADS: Mapping[str, tuple[str, str]] = {
@@ -49,7 +50,7 @@ OPERATOR_FAMILIES: tuple[tuple[str, str], ...] = (
     ("accumulate", r"AccumulateGrad"),
     ("backward", ENGINE_OPERATORS),
     *((f"comm {word}", pattern) for word, pattern in COMM_TYPES if word not in ("reduce", "gather", "scatter")),
-    ("comm", r"^(c10d|gloo|nccl|_c10d)"),
+    ("comm", r"^(c10d|gloo|nccl|_c10d|torch\.distributed)\b"),
     ("in place", r"^aten::\w+_$"),
     ("foreach", r"^aten::_(foreach|fused)"),
     (
@@ -59,7 +60,7 @@ OPERATOR_FAMILIES: tuple[tuple[str, str], ...] = (
     ("new", r"^aten::(empty|zeros|ones|full|new_|arange|rand)"),
     ("copy", r"^aten::(to|_to_copy|copy_|clone|contiguous|pin_memory|item|_local_scalar_dense)\b"),
     ("aten", r"^aten::"),
-    ("other library", r"^\w+::"),
+    ("other library", r"^[\w.]+::"),
 )
 """Which operators the host takes about as long for: by what dispatches them more than by what their kernels do."""
 
@@ -116,7 +117,7 @@ class Pool:
 class Overhead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one overhead costs for a name, a family of names (`pooled_from` "family"), or on the whole ("all").
 
-    `count` samples, `outliers` of them left out of `mean_us`, not of `all_mean_us` nor of the quantiles. Times in us.
+    `count` samples; `trimmed_us` is their mean without the `outliers`, all else is with these. Times in us.
     """
 
     overhead: str
@@ -125,7 +126,7 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     count: int
     outliers: int
     mean_us: float
-    all_mean_us: float
+    trimmed_us: float
     median_us: float
     p10_us: float
     p90_us: float
@@ -142,6 +143,13 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rows: tuple[Overhead, ...]
 
+    def __post_init__(self) -> None:
+        """Refuse rows that no lookup could tell apart or would ask for."""
+        keys = [(row.overhead, row.pooled_from, row.name) for row in self.rows]
+        wrong = [key for key, times in Counter(keys).items() if times > 1 or key[0] not in OVERHEADS]
+        if wrong := wrong + [key for key in keys if key[1] not in LADDER]:
+            raise CalibrationError(f"overheads have an unknown or a second row {wrong[0]}; measure them again.")
+
     @property
     def table(self) -> pl.DataFrame:
         """The rows as a table, with the columns of `Overhead`."""
@@ -157,23 +165,27 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _repr_html_(self) -> str:
         return html_table(self._summary(), caption=f"Overheads: {len(self.rows):,} rows (see .table)")
 
-    def find(self, asked: pl.DataFrame, statistic: str = "mean_us") -> pl.DataFrame:
+    def find(self, asked: pl.DataFrame, statistic: str | None = None) -> pl.DataFrame:
         """`asked` (columns `overhead`, `name`) with `cost_us` and `pooled_from`: its name, its family, or all.
+
+        The cost is `statistic`, a column of the table. By default it is the mean under a name, since the parts of the
+        host's time add up, long ones included; what is far off in a family is likely to be another name's business, so
+        there, and on the whole, it is the mean without outliers.
 
         Raises
         ------
         CalibrationError
             Nothing was measured of an overhead that is asked for; the message says what to measure.
         """
-        table = self.table
-        levels = {
-            level: (keys, table.filter(pl.col("pooled_from") == level).rename({"name": keys[-1]}, strict=False))
-            for level, keys in LADDER.items()
-            if level != "all"
-        }
-        levels["all"] = (LADDER["all"], table.filter(pl.col("pooled_from") == "all"))
-        pool = Pool({level: (keys, about.rename({statistic: "cost_us"})) for level, (keys, about) in levels.items()})
-        found = pool.find(with_families(asked), "cost_us")
+        if statistic is not None and statistic not in STATISTICS:
+            raise InputError(f"no statistic is called {statistic!r}; there are: {', '.join(STATISTICS)}.")
+        table, levels = self.table.rename({"name": "at"}), {}
+        for level, keys in LADDER.items():
+            cost_us = statistic or ("mean_us" if level == "name" else "trimmed_us")
+            of_level = table.filter(pl.col("pooled_from") == level)
+            columns = {"overhead": "overhead"} | ({} if level == "all" else {keys[-1]: "at"}) | {"cost_us": cost_us}
+            levels[level] = (keys, of_level.select(**columns))
+        found = Pool(levels).find(with_families(_ASKED.check(asked)), "cost_us")
         for overhead, name in found.filter(pl.col("cost_us").is_null()).select("overhead", "name").head(1).iter_rows():
             if overhead not in OVERHEADS:
                 raise InputError(f"no overhead is called {overhead!r}; there are: {', '.join(OVERHEADS)}.")
@@ -183,7 +195,9 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         return found.drop("family")
 
-    def cost(self, names: Sequence[str], kinds: Sequence[str], statistic: str = "mean_us") -> NDArray[np.float64]:
+    def cost(
+        self, names: Sequence[str | None], kinds: Sequence[str], statistic: str | None = None
+    ) -> NDArray[np.float64]:
         """Cost in us of each overhead of `kinds` for the operator or call of the same place in `names`, shape (n,).
 
         Examples
@@ -191,17 +205,20 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         >>> overheads(run).cost(["aten::mm", "cudaLaunchKernel"], ["T2", "T4"])  # doctest: +SKIP
         array([11.2, 5.3])
         """
-        asked = pl.DataFrame({"overhead": kinds, "name": names}, schema={"overhead": pl.String, "name": pl.String})
+        if len(names) != len(kinds):
+            raise InputError(f"cost takes an overhead for each name: {len(names)} names, {len(kinds)} overheads.")
+        asked = pl.DataFrame({"overhead": kinds, "name": names}, schema=dict(_ASKED.columns))
         return self.find(asked, statistic)["cost_us"].to_numpy()
 
 
-_ROW_SCHEMA: dict[str, Any] = {
-    "overhead": pl.String,
-    "name": pl.String,
-    "pooled_from": pl.String,
-    "count": pl.Int64,
-    "outliers": pl.Int64,
-} | dict.fromkeys(("mean_us", "all_mean_us", "median_us", "p10_us", "p90_us"), pl.Float64)
+STATISTICS = ("mean_us", "trimmed_us", "median_us", "p10_us", "p90_us")
+_ASKED = TableSchema("overhead", {"overhead": pl.String(), "name": pl.String()})
+_ROW_SCHEMA: dict[str, pl.DataType] = {
+    **_ASKED.columns,
+    "pooled_from": pl.String(),
+    **dict.fromkeys(("count", "outliers"), pl.Int64()),
+    **dict.fromkeys(STATISTICS, pl.Float64()),
+}
 
 Source = Run | Recording | Graph | pl.DataFrame
 
@@ -227,7 +244,8 @@ def overheads(source: Source | Iterable[Source]) -> Overheads:
     >>> run = ln.load_run(ln.datasets.path("gpt-single"))  # doctest: +SKIP
     >>> overheads(run).table.filter(pl.col("overhead") == "T1")  # doctest: +SKIP
     """
-    sources = [source] if isinstance(source, Run | Recording | Graph | pl.DataFrame) else list(source)
+    one_only = isinstance(source, pl.DataFrame) or not isinstance(source, Iterable)
+    sources: list[Source] = [source] if one_only else list(source)  # type: ignore[list-item, arg-type]
     samples = [part for one in sources for ops in _op_tables(one) for part in (host_parts(ops), launch_latencies(ops))]
     together = pl.concat(samples) if samples else pl.DataFrame()
     if together.is_empty():
@@ -247,8 +265,8 @@ def pooled(samples: pl.DataFrame) -> Overheads:
         LADDER,
         count=pl.len().cast(pl.Int64),
         outliers=(~inside).sum().cast(pl.Int64),
-        mean_us=us.filter(inside).mean(),
-        all_mean_us=us.mean(),
+        mean_us=us.mean(),
+        trimmed_us=us.filter(inside).mean(),
         median_us=us.median(),
         p10_us=us.quantile(0.1, "linear"),
         p90_us=us.quantile(0.9, "linear"),
@@ -259,7 +277,7 @@ def pooled(samples: pl.DataFrame) -> Overheads:
     ]
     order = pl.col("overhead").replace_strict({overhead: n for n, overhead in enumerate(OVERHEADS)})
     ordered = pl.concat([table.select(*_ROW_SCHEMA) for table in tables]).sort(
-        order, "pooled_from", "count", "name", descending=[False, False, True, False]
+        order, "pooled_from", -pl.col("count"), "name"
     )
     return Overheads(tuple(Overhead(**row) for row in ordered.iter_rows(named=True)))
 
@@ -284,7 +302,7 @@ def with_families(named: pl.DataFrame) -> pl.DataFrame:
     names = named.select("name").unique()
     operator = pl.col("name").str.strip_prefix("before ")
     family = pl.coalesce(classify(operator, CALL_PATTERNS), classify(operator, OPERATOR_FAMILIES), pl.lit("annotation"))
-    return named.join(names.with_columns(family=family), on="name", how="left", nulls_equal=True, maintain_order="left")
+    return named.join(names.with_columns(family=family), on="name", how="left", maintain_order="left")
 
 
 _SAMPLE = ("overhead", "name", "rank", "lane", "dur_ns")
