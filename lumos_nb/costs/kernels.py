@@ -14,9 +14,9 @@ cycles), so that a cell fitted on some GPUs prices another one by its sheet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from lumos_nb.config import Gpu, find_gpu
-from lumos_nb.costs._kernel_math import busy_us
+from lumos_nb.costs._kernel_math import OWN, busy_us
 from lumos_nb.costs.intervals import Band
 from lumos_nb.costs.work import with_work
 from lumos_nb.errors import CalibrationError, InputError, SchemaError
@@ -99,6 +99,10 @@ FORMS: Mapping[str, Form] = {
 """Families whose kernels are cut otherwise than a plain stream of elements."""
 
 _TILE_SIGMA, _BEND_SIGMA, _LEVEL_SIGMA, _SCATTER = 0.15, 0.4, 0.15, 0.07
+_COMPUTED = ("gemm", "convolution", "attention")
+"""Families whose tiles are bound by the peak rate; the others' by the bandwidth."""
+_CELL = ("family", "format", "implementation")
+
 LEVELS = ("op", "pass", "trans")
 """Columns of which every value has a slowdown of its own, pulled towards none."""
 _ROWS_A_CELL = 2500
@@ -125,6 +129,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def key(self) -> str:
         """What the cell is called."""
         return " ".join(part for part in (self.family, self.format, self.implementation) if part)
+
+    def time_us(self, work: pl.DataFrame, gpu: Gpu) -> Floats:
+        """Microseconds of rows of this family, with the columns of `with_work`."""
+        curve = _Curve(FORMS.get(self.family, _STREAM), self.levels)
+        logs = np.log([*self.constants.values(), *self.tiles.values()])
+        theta = np.array([*logs, *self.bends.values(), *self.levels.values()])
+        sample = _Sample.of(work, gpu)
+        return np.exp(curve.log_us(theta, sample, curve.codes(sample), slope=False)[0])
 
 
 class KernelModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,7 +179,7 @@ class KernelModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             cell, rows = self.cells[index], np.flatnonzero(of_row == index)
             part = work if len(rows) == work.height else work[rows]
             floor = floor_us(part, gpu)
-            time = np.maximum(_Sample.of(part, gpu, cell.family).time_us(cell), floor)
+            time = np.maximum(cell.time_us(part, gpu), floor)
             found["floor_us"][rows], found["dur_us"][rows] = floor, time
             if cell.band is not None:
                 found["low_us"][rows], found["high_us"][rows] = cell.band.around(time, np.log(time))
@@ -205,7 +217,7 @@ def _implementation(work: pl.DataFrame) -> pl.Expr:
 def floor_us(work: pl.DataFrame, gpu: Gpu) -> Floats:
     """The roofline: FLOPs of products at the peak rate, or bytes, less what an L2 may hold, at the bandwidth."""
     moved = 1e6 * np.maximum(work["bytes"].to_numpy() - gpu.l2_bytes, 0.0) / gpu.memory_bytes_per_s
-    if not work["family"].is_in(["gemm", "convolution", "attention"]).any():
+    if not work["family"].is_in(_COMPUTED).any():
         return moved
     peak = work["dtype"].replace_strict({d: gpu.peak(d) for d in work["dtype"].unique()}, return_dtype=pl.Float64)
     computed = 1e6 * work["flops"] / peak
@@ -214,79 +226,121 @@ def floor_us(work: pl.DataFrame, gpu: Gpu) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Kernels of one cell as arrays, on one GPU or several."""
+    """Kernels of one family as arrays, on one GPU or several."""
 
     work: Floats
     """Columns as `busy_us` has them; attention's n and k without what its constants add."""
     products: Floats
     masked: Floats
     cols: Floats
-    levels: pl.DataFrame
+    levels: tuple[pl.Series, ...]
 
     @classmethod
-    def of(cls, work: pl.DataFrame, gpu: Gpu, family: str) -> _Sample:
-        count = work.height
-        if family in ("gemm", "convolution", "attention"):
+    def of(cls, work: pl.DataFrame, gpu: Gpu) -> Self:
+        count, byte_us, cycle_us = work.height, 1e6 / gpu.memory_bytes_per_s, 1e6 / gpu.clock_hz
+        if work["family"][0] in _COMPUTED:
             rate = {dtype: 2e6 * gpu.cores / gpu.peak(dtype) for dtype in work["dtype"].unique()}
             unit = work["dtype"].replace_strict(rate, return_dtype=pl.Float64).to_numpy()
         else:
-            unit = np.full(count, 1e6 * gpu.cores / gpu.memory_bytes_per_s)
-        table = np.column_stack([
-            work.select("work_batch", "work_m", "work_n", "work_k").to_numpy(),
-            unit,
-            np.full(count, 1e6 / gpu.clock_hz),
-            np.full(count, float(gpu.cores)),
-            np.full(count, 1e6 / gpu.memory_bytes_per_s),
-            work["bytes"].to_numpy(),
-            np.full(count, gpu.l2_bytes),
-        ])
+            unit = np.full(count, gpu.cores * byte_us)
+        shape = work.select("work_batch", "work_m", "work_n", "work_k").to_numpy()
+        sheet = np.tile([cycle_us, gpu.cores, byte_us], (count, 1))
+        sizes = np.column_stack([work["bytes"].to_numpy(), np.full(count, gpu.l2_bytes)])
         cols = work["cols"].cast(pl.Float64).fill_null(1.0).to_numpy() if "cols" in work.columns else np.ones(count)
-        levels = work.select(
-            (pl.lit(f"{name}=") + pl.col(name).cast(pl.String).fill_null("")).alias(name) for name in LEVELS if name in work.columns
+        named = (pl.lit(f"{name}=") + pl.col(name).cast(pl.String).fill_null("") for name in LEVELS if name in work.columns)
+        return cls(
+            work=np.column_stack([shape, unit, sheet, sizes]),
+            products=work["work_products"].to_numpy(),
+            masked=work["work_masked"].to_numpy(),
+            cols=cols,
+            levels=tuple(work.select(named.alias(str(i)) for i, named in enumerate(named))),
         )
-        return cls(np.ascontiguousarray(table), work["work_products"].to_numpy(), work["work_masked"].to_numpy(), cols, levels)
 
     @classmethod
-    def joined(cls, parts: list[_Sample]) -> _Sample:
-        arrays = (np.concatenate([getattr(p, name) for p in parts]) for name in ("work", "products", "masked", "cols"))
-        return cls(*arrays, pl.concat([part.levels for part in parts]))
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Samples of several GPUs below each other."""
+        levels = zip(*(part.levels for part in parts), strict=True)
+        return cls(
+            work=np.concatenate([part.work for part in parts]),
+            products=np.concatenate([part.products for part in parts]),
+            masked=np.concatenate([part.masked for part in parts]),
+            cols=np.concatenate([part.cols for part in parts]),
+            levels=tuple(pl.concat(column) for column in levels),
+        )
 
-    def time_us(self, cell: Cell) -> Floats:
-        """Microseconds of every kernel by a cell's constants."""
-        form = FORMS.get(cell.family, _STREAM)
-        level = np.zeros(len(self.work))
-        for column in self.levels:
-            level += column.replace_strict(cell.levels, default=0.0, return_dtype=pl.Float64).to_numpy()
-        tiles, bends = (np.array(list(values.values())) for values in (cell.tiles, cell.bends))
-        return self._time_us(form, cell.constants, tiles, bends, level)
 
-    def _time_us(
-        self, form: Form, constants: Mapping[str, float], tiles: Floats, bends: Floats, slowdown: Floats
-    ) -> Floats:
-        value = {name: prior[0] for name, prior in _PRIORS.items()} | dict(constants)
-        work = self.work
-        if self.products.any():  # attention
+class _Curve:
+    """The model of one form as a function of one vector: log constants, log tile factors, bends, levels."""
+
+    def __init__(self, form: Form, levels: Iterable[str]) -> None:
+        self.form, self.levels = form, tuple(levels)
+        self.ends = np.cumsum([len(form.constants), len(form.tiles), len(form.bends)])
+        values, spread = zip(*form.constants.values(), strict=True)
+        counts = (len(form.tiles), len(form.bends), len(self.levels))
+        self.prior = np.concatenate([np.log(values), np.zeros(sum(counts))])
+        self.sigma = np.concatenate([spread, np.repeat([_TILE_SIGMA, _BEND_SIGMA, _LEVEL_SIGMA], counts)])
+        self.table = np.array(form.options(), dtype=np.float64).reshape(-1, 3)
+        height, width = self.table[:, 0], self.table[:, 1]
+        self.edge = np.where(width == 0.0, 0.0, 64.0 / height + 64.0 / np.maximum(width, 1.0))
+        self.area = height * width / 128.0**2
+
+    def codes(self, sample: _Sample) -> list[NDArray[np.int64]]:
+        """For every column of levels, which level each row has; one more than the last for none."""
+        position = {name: i for i, name in enumerate(self.levels)}
+        other = len(self.levels)
+        return [c.replace_strict(position, default=other, return_dtype=pl.Int64).to_numpy() for c in sample.levels]
+
+    def log_us(self, theta: Floats, sample: _Sample, codes: list[NDArray[np.int64]], slope: bool) -> tuple[Floats, Floats]:
+        """Log microseconds of every row and, if asked for, their gradient (rows x constants)."""
+        logs, tiles, bends, levels = np.split(theta, self.ends)
+        value = {name: prior[0] for name, prior in _PRIORS.items()} | dict(zip(self.form.constants, np.exp(logs), strict=True))
+        work, count = sample.work, len(self.table)
+        if "wide" in self.form.constants:
             work = work.copy()
-            work[:, 2] += value["wide"] * self.products
-            work[:, 3] += value["diagonal"] * self.masked
-        share = {name: value[name] / (1.0 + value[name]) for name in ("whole", "cached")}
-        scalars = [share["whole"], value["partial"], value["memory"], share["cached"], value["cache"], value["power"]]
-        time = np.empty(len(work))
-        busy_us(work, _tilings(form, value, tiles), np.array([*scalars, form.granule]), time)
-        if form.bends:
-            slowdown = slowdown + np.interp(np.log(self.cols), np.log(form.bends), bends)
-        return value["launch_cycles"] * work[:, 5] + time * np.exp(slowdown)
+            work[:, 2] += value["wide"] * sample.products
+            work[:, 3] += value["diagonal"] * sample.masked
+        whole, cached = (value[name] / (1.0 + value[name]) for name in ("whole", "cached"))
+        scalars = [whole, value["partial"], value["memory"], cached, value["cache"], value["power"], self.form.granule]
+        cost = value["cost"] * np.exp(value["edge"] * self.edge + np.repeat(tiles, len(self.form.splits)))
+        end = value["end_cycles"] * self.area
+        tilings = np.column_stack([self.table, cost, value["begin_cycles"] + end])
+        busy, raw = np.empty(len(work)), np.empty((len(work) if slope else 0, OWN + 2 * count))
+        busy_us(work, tilings, np.array(scalars), busy, raw)
+        slowdown = np.append(levels, 0.0)[np.array(codes)].sum(axis=0) if codes else np.zeros(len(work))
+        hats = self._hats(sample.cols)
+        busy *= np.exp(slowdown + hats @ bends)
+        time = busy + value["launch_cycles"] * work[:, 5]
+        if not slope:
+            return np.log(time), raw
+        share = (busy / time)[:, None]
+        by_cost, by_cycles = raw[:, OWN : OWN + count], raw[:, OWN + count :]
+        ending = end / (value["begin_cycles"] + end)
+        of = {
+            "launch_cycles": 1.0 / share[:, 0] - 1.0,
+            "whole": raw[:, 0] * whole * (1.0 - whole),
+            "partial": raw[:, 1],
+            "memory": raw[:, 2],
+            "cached": raw[:, 3] * cached * (1.0 - cached),
+            "cache": raw[:, 4],
+            "power": raw[:, 5],
+            "cost": by_cost.sum(axis=1),
+            "edge": by_cost @ (value["edge"] * self.edge),
+            "begin_cycles": by_cycles @ (1.0 - ending),
+            "end_cycles": by_cycles @ ending,
+            "wide": by_cost.sum(axis=1) * value["wide"] * sample.products / work[:, 2],
+            "diagonal": by_cost.sum(axis=1) * value["diagonal"] * sample.masked / work[:, 3],
+        }
+        by_tile = by_cost.reshape(len(work), len(self.form.tiles), -1).sum(axis=2)
+        by_level = np.zeros((len(work), len(levels) + 1))
+        for code in codes:
+            by_level[np.arange(len(work)), code] += 1.0
+        columns = np.column_stack([of[name] for name in self.form.constants])
+        return np.log(time), np.hstack([columns, by_tile, hats, by_level[:, :-1]]) * share
 
-
-def _tilings(form: Form, value: Mapping[str, float], factors: Floats) -> Floats:
-    """The table of tilings that `busy_us` chooses from."""
-    table = np.array(form.options(), dtype=np.float64).reshape(-1, 3)
-    height, width = table[:, 0], table[:, 1]
-    whole = width == 0.0
-    edge = np.where(whole, 0.0, 64.0 / height + 64.0 / np.where(whole, 1.0, width))
-    cost = value["cost"] * np.exp(value["edge"] * edge) * np.repeat(factors, len(form.splits))
-    begin = value["begin_cycles"] + value["end_cycles"] * height * width / 128.0**2
-    return np.column_stack([table, cost, begin])
+    def _hats(self, cols: Floats) -> Floats:
+        """Weights of the bends: linear in the logarithm of a row's width between two."""
+        knots = np.log(self.form.bends)
+        return np.stack([np.interp(np.log(cols), knots, one) for one in np.eye(len(knots))], axis=1) if len(knots) else np.empty((len(cols), 0))
 
 
 def fit_kernels(samples: pl.DataFrame, sheets: Mapping[str, Gpu] | None = None) -> KernelModel:
@@ -297,7 +351,7 @@ def fit_kernels(samples: pl.DataFrame, sheets: Mapping[str, Gpu] | None = None) 
     samples
         A kernel frame with `gpu` and `time_us`. Rows of several GPUs share constants, which are relative to the sheets.
     sheets
-        Data sheets by the names in `gpu`; the bundled ones by default.
+        Data sheets by the names in `gpu`; the bundled ones where it has none.
 
     Returns
     -------
@@ -320,60 +374,62 @@ def fit_kernels(samples: pl.DataFrame, sheets: Mapping[str, Gpu] | None = None) 
     if missing := [name for name in ("gpu", "time_us") if name not in samples.columns]:
         raise SchemaError(f"the samples lack column(s) {', '.join(missing)}; they have {', '.join(samples.columns)}.")
     time = samples["time_us"].cast(pl.Float64).to_numpy()
-    if bad := np.flatnonzero(~(np.isfinite(time) & (time > 0.0))).tolist():
+    if len(bad := np.flatnonzero(~(np.isfinite(time) & (time > 0.0)))):
         raise InputError(f"the samples' time_us is {time[bad[0]]} in row {bad[0]}; a sample needs a positive time.")
-    named = {name: find_gpu(name) for name in samples["gpu"].unique() if name not in (sheets or {})} | dict(sheets or {})
+    own = dict(sheets or {})
+    named = own | {name: find_gpu(name) for name in samples["gpu"].unique() if name not in own}
     work = with_work(samples)
     work = work.with_columns(implementation=_implementation(work))
-    groups = work.sort("family", "format", "implementation").partition_by("family", "format", "implementation")
+    groups = work.sort(*_CELL).partition_by(_CELL, maintain_order=True)
     return KernelModel(cells=tuple(_fitted(group, named) for group in groups))
+
+
+def sheet_cell(family: str, number_format: str, implementation: str = "") -> Cell:
+    """The cell that holds before anything is measured: what the constants usually are, for a GPU's data sheet alone."""
+    form = FORMS.get(family, _STREAM)
+    return _cell(_Curve(form, ()), _Curve(form, ()).prior, (family, number_format, implementation))
+
+
+def _cell(curve: _Curve, theta: Floats, key: tuple[str, str, str], rows: int = 0, gpus: Sequence[str] = (), slowness: float = np.inf) -> Cell:
+    logs, tiles, bends, levels = (part.tolist() for part in np.split(theta, curve.ends))
+    return Cell(
+        **dict(zip(_CELL, key, strict=True)),
+        constants={name: float(np.exp(x)) for name, x in zip(curve.form.constants, logs, strict=True)},
+        tiles={f"{h}x{w or 'n'}": float(np.exp(x)) for (h, w), x in zip(curve.form.tiles, tiles, strict=True)},
+        bends={str(width): x for width, x in zip(curve.form.bends, bends, strict=True)},
+        levels=dict(zip(curve.levels, levels, strict=True)),
+        rows=rows, gpus=tuple(gpus), slowness=slowness,
+    )
 
 
 def _fitted(group: pl.DataFrame, sheets: Mapping[str, Gpu]) -> Cell:
     """One cell: constants of greatest posterior probability, as least squares of log residuals and log priors."""
-    family, number, implementation = group.select("family", "format", "implementation").row(0)
-    form = FORMS.get(family, _STREAM)
+    key = group.select(_CELL).row(0)
     gpus = group["gpu"].unique().sort().to_list()
     parts = [group.filter(pl.col("gpu") == gpu) for gpu in gpus]
     parts = [part.sample(min(part.height, _ROWS_A_CELL // len(parts)), seed=0, shuffle=True) for part in parts]
-    of_gpu = [_Sample.of(part, sheets[gpu], family) for part, gpu in zip(parts, gpus, strict=True)]
-    sample = _Sample.joined(of_gpu)
+    sample = _Sample.joined([_Sample.of(part, sheets[gpu]) for part, gpu in zip(parts, gpus, strict=True)])
     target = np.log(np.concatenate([part["time_us"].to_numpy() for part in parts]))
-    levels = [sorted(column.unique()) for column in sample.levels]
-    names = [name for values in levels if len(values) > 1 for name in values]
-    position = {name: i for i, name in enumerate(names)}
-    coded = [column.replace_strict(position, default=-1, return_dtype=pl.Int64).to_numpy() for column in sample.levels]
-    ends = np.cumsum([len(form.constants), len(form.tiles), len(form.bends)])
-    prior = np.concatenate([np.log([p[0] for p in form.constants.values()]), np.zeros(len(form.tiles) + len(form.bends) + len(names))])
-    sigma = np.concatenate([
-        [p[1] for p in form.constants.values()],
-        np.full(len(form.tiles), _TILE_SIGMA), np.full(len(form.bends), _BEND_SIGMA), np.full(len(names), _LEVEL_SIGMA),
-    ])
-
-    def unpacked(theta: Floats) -> tuple[dict[str, float], Floats, Floats, Floats]:
-        constants, tiles, bends, level = np.split(theta, ends)
-        return dict(zip(form.constants, np.exp(constants).tolist(), strict=True)), np.exp(tiles), bends, level
+    values = [sorted(column.unique()) for column in sample.levels]
+    curve = _Curve(FORMS.get(key[0], _STREAM), [name for names in values if len(names) > 1 for name in names])
+    codes = curve.codes(sample)
 
     def misses(theta: Floats) -> Floats:
-        constants, tiles, bends, level = unpacked(theta)
-        padded = np.append(level, 0.0)  # -1: a value that is alone has no level
-        slowdown = np.sum([padded[code] for code in coded], axis=0)
-        residual = np.log(sample._time_us(form, constants, tiles, bends, slowdown)) - target
-        return np.concatenate([_robust(residual / _SCATTER), (theta - prior) / sigma])
+        miss = (curve.log_us(theta, sample, codes, slope=False)[0] - target) / _SCATTER
+        return np.concatenate([_soft(miss)[0], (theta - curve.prior) / curve.sigma])
 
-    found = least_squares(misses, prior, x_scale=sigma, max_nfev=40)
-    constants, tiles, bends, level = unpacked(found.x)
-    cell = Cell(
-        family=family, format=number, implementation=implementation, constants=constants,
-        tiles={f"{h}x{w or 'n'}": float(x) for (h, w), x in zip(form.tiles, tiles, strict=True)},
-        bends={str(width): float(x) for width, x in zip(form.bends, bends, strict=True)},
-        levels=dict(zip(names, level.tolist(), strict=True)),
-        rows=group.height, gpus=tuple(gpus), slowness=0.0,
-    )
+    def slopes(theta: Floats) -> Floats:
+        log_us, gradient = curve.log_us(theta, sample, codes, slope=True)
+        return np.vstack([gradient / _SCATTER * _soft((log_us - target) / _SCATTER)[1][:, None], np.diag(1.0 / curve.sigma)])
+
+    found = least_squares(misses, curve.prior, jac=slopes, x_scale=curve.sigma, max_nfev=80)
     floors = np.concatenate([floor_us(part, sheets[gpu]) for part, gpu in zip(parts, gpus, strict=True)])
-    return msgspec.structs.replace(cell, slowness=float(np.median(np.exp(target) / np.maximum(floors, 1e-3))))
+    slowness = float(np.median(np.exp(target) / np.maximum(floors, 1e-3)))
+    return _cell(curve, found.x, key, group.height, gpus, slowness)
 
 
-def _robust(z: Floats) -> Floats:
-    """Residuals whose squares are a soft absolute value: a row that is far off counts by its distance, not its square."""
-    return np.sign(z) * np.sqrt(2.0 * (np.sqrt(1.0 + z * z) - 1.0))
+def _soft(z: Floats) -> tuple[Floats, Floats]:
+    """Values whose squares grow as |z| beyond 1, and their derivative: what is far off counts by its distance."""
+    root = np.sqrt(1.0 + z * z)
+    soft = np.sign(z) * np.sqrt(2.0 * (root - 1.0))
+    return soft, np.where(np.abs(soft) < 1e-6, 1.0, z / (root * np.where(soft == 0.0, 1.0, soft)))

@@ -22,7 +22,8 @@ ELEMENT_BYTES: Mapping[str, float] = {
 }
 """Bytes of one element by number format."""
 
-FORMATS: Mapping[str, str] = {"fp16": "half", "bf16": "half", "fp16/bf16": "half", "fp8": "fp8", "int8": "int8"}
+FORMATS = {"fp16": "half", "bf16": "half", "fp16/bf16": "half", "fp8": "fp8", "int32": "fp32", "int64": "fp64"}
+FORMATS |= dict.fromkeys(("uint8", "bool"), "int8")
 """Which formats are computed alike: a class of its own each, but for the two halves."""
 
 
