@@ -1,11 +1,13 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint warm lab fuzz accuracy bench datasets tables picture constraints
+.PHONY: help env demo test lint warm lab fuzz accuracy bench calibrate datasets tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 WORKERS ?= 2
+DEVICE ?= cpu
+SAMPLES ?= datasets/calibration-samples/$(DEVICE)
 
 # Empty, so that Python keeps what it compiles: otherwise each notebook kernel compiles its imports again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -64,6 +66,9 @@ accuracy: env ## predicted against measured: benchmarks/accuracy.json and the ta
 bench: env ## speed: benchmarks/results.json and the tables that quote it
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.rows
+
+calibrate: env ## samples of this machine, in 5 minutes; of its GPUs with DEVICE=cuda
+	OMP_NUM_THREADS=1 $(BIN)/python -m lumos_nb.costs.microbenchmark --device $(DEVICE) --out $(SAMPLES) --budget 300
 
 tables: env ## the tables of README.md, from the JSON files
 	$(BIN)/python -m benchmarks.rows

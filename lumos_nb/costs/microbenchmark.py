@@ -1,0 +1,438 @@
+"""Samples of the machine at hand: how long torch's ops and collectives take here, over a grid of random models.
+
+    python -m lumos_nb.costs.microbenchmark --device cpu --out FOLDER --budget 300
+
+What is timed. On a CPU: one thread's processor time in a call, which is wall time without what other processes took of
+it, less that of an empty call. Each op is in three states:
+`time_us` with its inputs out of the nearest large cache (twice the size of L2 was written since), as training leaves
+most of them; `warm_us` called again at once; `fresh_us` as `time_us`, its output on memory that the operating system
+has yet to hand out page by page, as an allocator gives for a process's largest tensors. On CUDA: events round the call
+while the device works off a backlog, so that the host is not in them; L2 flushed, or not for `warm_us`.
+
+How. Every round visits all rows, in another order each time, so that a drift of a shared machine hits all alike and can
+be seen. Of a round counts its least time, of the rounds the median; `spread` is the median distance of a round from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from lumos_nb.costs.bench_ops import OPS, Call, Op, Tensors, cases
+from lumos_nb.costs.bench_ranks import measure_collectives
+from lumos_nb.costs.bench_shapes import Case, models
+from lumos_nb.errors import CalibrationError, CaptureError, InputError, LumosError
+from lumos_nb.job import describe_machine
+
+__all__ = ["main", "measure_collectives", "measure_kernels", "read_samples", "record"]
+
+ROUNDS = 5
+"""So many fit in the budget, as far as the first one can tell; never fewer than three are measured."""
+CALLS = 3
+"""Of an op in one state and round, fewer if they take longer than `STATE_S`, never fewer than two."""
+STATE_S = 0.01
+STATES = ("time_us", "warm_us", "fresh_us")
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
+
+
+class Clock:
+    """Times calls on one device; the smallest of several, in microseconds."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self.torch, self.device = torch, device
+        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else _l2_bytes()
+        self.flush_bytes = 2 * l2
+        self._allocator = Allocator()
+        self._scratch = torch.ones(self.flush_bytes // 4, device=device)
+        self.empty_us, self.autograd_us = 0.0, 0.0
+        self.empty_us = statistics.median(self.least(lambda: None, "warm_us") for _ in range(200))
+        x = torch.ones(1, device=device, requires_grad=True)
+        with torch.enable_grad():
+            out = x.view_as(x)
+        nothing = partial(torch.autograd.grad, out, [x], x.detach(), retain_graph=True)
+        self.autograd_us = (
+            statistics.median(self.least(nothing, "warm_us") for _ in range(50)) if device == "cpu" else 0
+        )
+
+        self.states = STATES if device == "cpu" and self._allocator.known else STATES[:2]
+
+    def least(self, call: Call, state: str) -> float:
+        """The shortest of some calls, less what an empty one takes."""
+        return min((self._cuda if self.device == "cuda" else self._cpu)(call, state)) - self.empty_us
+
+    def _prepare(self, state: str) -> None:
+        if state == "fresh_us":
+            self._allocator.give_back()
+        if state != "warm_us":
+            self._scratch.add_(1.0)
+
+    def _cpu(self, call: Call, state: str) -> list[float]:
+        took: list[float] = []
+        until = time.perf_counter() + STATE_S
+        while len(took) < CALLS and (len(took) < 2 or time.perf_counter() < until):
+            self._prepare(state)
+            start = time.thread_time_ns()
+            out = call()
+            took.append((time.thread_time_ns() - start) / 1e3)
+            del out  # outside: a training step frees it later
+        return took
+
+    def _cuda(self, call: Call, state: str) -> list[float]:
+        cuda: Any = self.torch.cuda
+        pairs = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in range(CALLS)]
+        for first, last in pairs:
+            cuda._sleep(400_000)  # cycles: the host gets ahead
+            self._prepare(state)
+            first.record()
+            call()
+            last.record()
+        cuda.synchronize()
+        return [first.elapsed_time(last) * 1e3 for first, last in pairs]
+
+
+def _l2_bytes() -> int:
+    names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
+    return (os.sysconf("SC_LEVEL2_CACHE_SIZE") if "SC_LEVEL2_CACHE_SIZE" in names else 0) or 2**21
+
+
+class Allocator:
+    """glibc's, told to keep what it gets, and, before a call, to give back every page that is free."""
+
+    def __init__(self) -> None:
+        self.known = platform.libc_ver()[0] == "glibc"
+        if self.known:
+            self._libc = ctypes.CDLL(None)
+            self._libc.mallopt(_MMAP_THRESHOLD, 2**25)
+            self._libc.mallopt(_TRIM_THRESHOLD, 2**30)
+
+    def give_back(self) -> None:
+        """Let what is allocated next be on pages that the operating system has yet to hand out."""
+        self._libc.malloc_trim(0)
+
+
+@dataclass(slots=True)
+class Row:
+    """An op on a shape, and the times of each round by state."""
+
+    op: Op
+    case: Case
+    times: dict[str, list[float]] = field(default_factory=lambda: {state: [] for state in STATES})
+
+    def visit(self, tensors: Tensors, clock: Clock) -> None:
+        """One round's times. The tensors are made anew and dropped: the grid does not fit in memory at once."""
+        call = tensors.call(self.op, self.case)
+        call()  # once for what a first call does
+        engine = clock.autograd_us if self.op.differentiated else 0.0
+        for state in clock.states:
+            self.times[state].append(max(clock.least(call, state) - engine, 0.001))
+
+    def values(self) -> dict[str, object]:
+        """The row of the frame."""
+        rounds, middle = self.times["time_us"], {s: statistics.median(t) for s, t in self.times.items() if t}
+        away = statistics.median(abs(us - middle["time_us"]) for us in rounds) / middle["time_us"]
+        named = self.case._asdict()
+        return {
+            **{"pass" if column == "pass_" else column: value for column, value in named.items()},
+            **dict.fromkeys(STATES) | {state: round(us, 3) for state, us in middle.items()},
+            "min_us": round(min(rounds), 3),
+            "spread": round(away, 4),
+            "rounds": len(rounds),
+            "drift": round(rounds[-1] / rounds[0], 4),
+        }
+
+
+def _number_formats(device: str) -> tuple[str, ...]:
+    import torch
+
+    if device == "cpu":
+        return ("fp32", "bf16")
+    major_minor = torch.cuda.get_device_capability()
+    fine = [("tf32", (8, 0)), ("bf16", (8, 0)), ("fp8", (8, 9))]
+    return ("fp32", "fp16", *(dtype for dtype, least in fine if major_minor >= least))
+
+
+def _check(device: str) -> None:
+    import torch
+
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"there are samples of cpu and cuda; device is {device!r}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CaptureError(
+            f"torch {torch.__version__} sees no CUDA device here: run this on a machine with one, or take device cpu."
+        )
+
+
+@contextmanager
+def _quiet_process() -> Iterator[None]:
+    """One thread, no autograd unless asked, no garbage collection; as before afterwards."""
+    import torch
+
+    threads, collecting = torch.get_num_threads(), gc.isenabled()
+    torch.set_num_threads(1)
+    gc.disable()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        if collecting:
+            gc.enable()
+
+
+def measure_kernels(
+    device: str = "cpu", budget_s: float = 240.0, families: Sequence[str] | None = None, seed: int = 0
+) -> pl.DataFrame:
+    """How long the ops of random models take on this machine.
+
+    Parameters
+    ----------
+    device
+        "cpu" (fp32 and bf16, one thread) or "cuda" (fp32, tf32, fp16, bf16, fp8 as the device can).
+    budget_s
+        Seconds for all rounds, at least one model's ops three times. It decides how many models and how large ones.
+    families
+        Names of ops, as "gemm" or "softmax"; None: all.
+    seed
+        Of the models.
+
+    Returns
+    -------
+    frame
+        A kernel frame with `time_us`, `warm_us`, `fresh_us` (null where not measured), `min_us` (over rounds), `spread`
+        (median relative distance of a round from `time_us`), `drift` (last round / first), `rounds`, and `group`: the
+        model, as "3:h256" for the fourth, of hidden size 256. For lookups `rows` counts indices and `n` the table's.
+
+    Raises
+    ------
+    CaptureError
+        There is no CUDA device.
+    InputError
+        A device or a family is unknown.
+
+    Examples
+    --------
+    >>> frame = measure_kernels(budget_s=2, families=["gemm"])      # doctest: +SKIP
+    """
+    known = {op.op for op in OPS}
+    if unknown := set(families or ()) - known:
+        raise InputError(f"unknown families {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}.")
+    _check(device)
+    with _quiet_process():
+        rows = _measured(device, budget_s, tuple(families) if families else None, seed)
+    about = describe_machine(device)
+    how = "events" if device == "cuda" else "processor time of 1 thread"
+    frame = pl.DataFrame([row.values() for row in rows], infer_schema_length=None)
+    return frame.select(
+        pl.lit(device if device == "cpu" else str(about["gpu"])).alias("gpu"),
+        *(pl.col(column) for column in frame.columns if column != "group"),
+        "group",
+        pl.lit(_source(about)).alias("source"),
+        pl.lit(f"median over rounds of the least of up to {CALLS} calls, {how} less an empty call's").alias("method"),
+    )
+
+
+def _measured(device: str, budget_s: float, families: tuple[str, ...] | None, seed: int) -> list[Row]:
+    """Round one takes model after model while its share lasts; the others visit the same rows in random order."""
+    tensors, clock, rng = Tensors(device), Clock(device), random.Random(seed)
+    scale = 1.0 if device == "cpu" else 250.0  # of work that fits in the same time
+    stream = models(device, 5e6 * (10 + budget_s) * scale, min(2**13 * (10 + budget_s), 2**21) * scale, seed)
+    rows: list[Row] = []
+    started = time.monotonic()
+    for number, model in enumerate(stream):
+        new = [Row(op, case) for op, case in cases(model, number, _number_formats(device), families)]
+        if number == 0:
+            for row in new:
+                tensors.call(row.op, row.case)()  # first calls load a second's worth of modules
+            started = time.monotonic()
+        for row in rng.sample(new, len(new)):
+            row.visit(tensors, clock)
+        rows += new
+        if (round_s := time.monotonic() - started) > budget_s / ROUNDS:
+            break
+    done = 1
+    while done < 3 or time.monotonic() - started + round_s < budget_s:
+        for row in rng.sample(rows, len(rows)):
+            row.visit(tensors, clock)
+        done += 1
+    return rows
+
+
+def _source(about: dict[str, object]) -> str:
+    name = about.get("gpu") or f"{about['cpu']}, {about['cpus_allowed']} cores"
+    return f"microbenchmark, {name}, torch {about['torch']}, {datetime.now(UTC):%Y-%m-%d}"
+
+
+def profiler_overhead(calls: int = 300) -> dict[str, float]:
+    """What a trace adds to an op: traced and bare durations, of an op and of one with three others inside."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    x, w = torch.ones(8, 8), torch.ones(8, 8)
+    ops: dict[str, Callable[[], object]] = {
+        "aten::mul": lambda: x * w,
+        "aten::linear": lambda: torch.nn.functional.linear(x, w),
+    }
+    figures: dict[str, float] = {}
+    with _quiet_process():
+        clock = Clock("cpu")
+        for name, call in ops.items():
+            bare = statistics.median(clock.least(call, "warm_us") for _ in range(calls))
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+                for _ in range(calls):
+                    call()
+            traced = statistics.median(e.time_range.elapsed_us() for e in trace.events() if e.name == name)
+            figures |= {f"{name} bare_us": round(bare, 3), f"{name} traced_us": round(traced, 3)}
+    return figures | {"empty_call_us": round(clock.empty_us, 3), "autograd_us": round(clock.autograd_us, 3)}
+
+
+def record(
+    device: str, out: Path, budget_s: float, seed: int = 0, world_sizes: Sequence[int] = (2, 4)
+) -> dict[str, Any]:
+    """Measure kernels and collectives, write `kernels.parquet`, `collectives.parquet` and `provenance.json`.
+
+    Returns
+    -------
+    about
+        What the JSON file says: machine, versions, date, command, what each table took, its rows and its hash.
+
+    Raises
+    ------
+    CaptureError
+        There is no such device, or a rank failed.
+    """
+    _check(device)
+    out.mkdir(parents=True, exist_ok=True)
+    backend = "nccl" if device == "cuda" else "gloo"
+    sizes = [n for n in world_sizes if device == "cpu" or n <= _gpus()]
+    tables: dict[str, Callable[[], pl.DataFrame]] = {
+        "kernels": lambda: measure_kernels(device, 0.8 * budget_s, seed=seed),
+        "collectives": lambda: pl.concat(
+            measure_collectives(n, backend, budget_s=0.1 * budget_s, seed=seed) for n in sizes
+        ),
+    }
+    about: dict[str, Any] = {"machine": describe_machine(device), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
+    command = f"--device {device} --budget {budget_s:g} --seed {seed} --ranks {','.join(map(str, world_sizes))}"
+    about |= {
+        "command": f"python -m lumos_nb.costs.microbenchmark {command} --out FOLDER",
+        "budget_s": budget_s,
+        "seed": seed,
+        "threads": 1,
+        "load": os.getloadavg(),
+    }
+    for name, measure in tables.items():
+        if name == "collectives" and not sizes:
+            about[name] = f"not measured: {_gpus()} GPUs are here, collectives were wanted of {world_sizes}"
+            (out / f"{name}.parquet").unlink(missing_ok=True)
+            continue
+        started, file = time.monotonic(), out / f"{name}.parquet"
+        frame = measure()
+        frame.write_parquet(file, compression="zstd", compression_level=19)
+        about[name] = {"rows": frame.height, "seconds": round(time.monotonic() - started, 1)} | _quality(frame)
+        about[name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    about["overhead"] = profiler_overhead() if device == "cpu" else _clocks()
+    (out / "provenance.json").write_text(json.dumps(about, indent=1) + "\n")
+    return about
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _quality(frame: pl.DataFrame) -> dict[str, float]:
+    return {f"median_{column}": round(float(frame[column].median()), 4) for column in ("spread", "drift")}  # type: ignore[arg-type]
+
+
+def _clocks() -> dict[str, str]:
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm,power.limit", "--format=csv"]
+    try:
+        return {"nvidia-smi": subprocess.run(query, capture_output=True, text=True, check=True).stdout}
+    except (OSError, subprocess.CalledProcessError) as error:
+        return {"nvidia-smi": f"clocks unknown: {error}"}
+
+
+def read_samples(folder: str | Path) -> tuple[pl.DataFrame, pl.DataFrame | None, dict[str, Any]]:
+    """What `record` wrote: kernels, collectives (None if there were none), and where they are from.
+
+    Raises
+    ------
+    CalibrationError
+        A file is missing, or is not the one that `provenance.json` describes.
+    """
+    tables: dict[str, pl.DataFrame] = {}
+    try:
+        about = json.loads(Path(folder, "provenance.json").read_text())
+        for name in ("kernels", "collectives"):
+            if isinstance(about[name], dict):
+                raw = Path(folder, f"{name}.parquet").read_bytes()
+                if hashlib.sha256(raw).hexdigest() != about[name]["sha256"]:
+                    raise CalibrationError(
+                        f"{folder}: {name}.parquet is not the file of provenance.json; record again."
+                    )
+                tables[name] = pl.read_parquet(raw)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CalibrationError(f"{folder}: no samples that can be read ({error}); run make calibrate.") from error
+    return tables["kernels"], tables.get("collectives"), about
+
+
+def _summary(out: Path) -> str:
+    kernels, collectives, about = read_samples(out)
+    lines = [f"{'op':24}{'rows':>6}{'spread':>9}{'drift':>8}{'least us':>11}{'most us':>12}"]
+    for name, column, frame in (("kernels", "op", kernels), ("collectives", "collective", collectives)):
+        if frame is None:
+            lines.append(about[name])
+            continue
+        table = frame.group_by(column).agg(
+            pl.len(), pl.median("spread", "drift"), least=pl.min("time_us"), most=pl.max("time_us")
+        )
+        lines += [f"{op:24}{n:6}{s:9.1%}{d:8.3f}{a:11.1f}{b:12.1f}" for op, n, s, d, a, b in table.sort(column).rows()]
+        lines.append(f"{name}: {about[name]['rows']} rows in {about[name]['seconds']:.0f} s")
+    return "\n".join([*lines, f"{json.dumps(about['overhead'])}", f"written to {out}"])
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Record samples and print what there is; 1 and a line on stderr if it cannot be done."""
+    parser = argparse.ArgumentParser(prog="lumos_nb.costs.microbenchmark", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the tables and their provenance")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds for everything")
+    parser.add_argument("--ranks", type=_numbers, default=(2, 4), help="of collectives, with commas between")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    try:
+        record(options.device, options.out, options.budget, options.seed, options.ranks)
+        sys.stdout.write(_summary(options.out) + "\n")
+    except (LumosError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Samples of this machine: the same grid for the same seed, every op, and files that say where they are from."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from lumos_nb.costs import microbenchmark
+from lumos_nb.costs.bench_ops import OPS, cases
+from lumos_nb.costs.bench_ranks import COLLECTIVES, SIZES_BYTES
+from lumos_nb.costs.bench_shapes import Model, models, sizes
+from lumos_nb.costs.microbenchmark import main, measure_collectives, measure_kernels, read_samples
+from lumos_nb.errors import CalibrationError, CaptureError, InputError
+
+TIMES = ("time_us", "warm_us", "min_us")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command writes with a budget of a few seconds and two ranks."""
+    out = tmp_path_factory.mktemp("samples")
+    assert main(["--device", "cpu", "--out", str(out), "--budget", "2", "--ranks", "2"]) == 0
+    return out
+
+
+def test_every_op_has_times_of_all_states(recorded: Path) -> None:
+    kernels, _, _ = read_samples(recorded)
+    assert set(kernels["op"]) == {op.op for op in OPS}
+    assert kernels.select(pl.all_horizontal(pl.col(*TIMES) > 0).all()).item()
+    assert kernels["rounds"].min() >= 3
+    assert (kernels["min_us"] <= kernels["time_us"]).all()
+    assert (kernels["spread"] >= 0).all()
+    assert set(kernels["gpu"]) == {"cpu"}
+
+
+def test_the_rows_of_a_model_are_of_one_group(recorded: Path) -> None:
+    kernels, _, _ = read_samples(recorded)
+    rows = kernels.filter(pl.col("role") == "activation")
+    hidden = rows["group"].str.extract(r":h(\d+)$").cast(pl.Int64)
+    assert (rows["cols"] == hidden).all()
+
+
+def test_provenance_says_where_the_samples_are_from(recorded: Path) -> None:
+    kernels, collectives, about = read_samples(recorded)
+    assert collectives is not None
+    assert (about["kernels"]["rows"], about["collectives"]["rows"]) == (kernels.height, collectives.height)
+    assert about["machine"]["torch"] in kernels["source"][0]
+    assert about["overhead"]["aten::linear traced_us"] > 0
+    assert about["threads"] == 1
+
+
+def test_a_changed_file_is_refused(recorded: Path, tmp_path: Path) -> None:
+    for file in recorded.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    pl.read_parquet(tmp_path / "kernels.parquet").head(3).write_parquet(tmp_path / "kernels.parquet")
+    with pytest.raises(CalibrationError, match=r"kernels\.parquet is not the file of provenance\.json"):
+        read_samples(tmp_path)
+    (tmp_path / "provenance.json").unlink()
+    with pytest.raises(CalibrationError, match="run make calibrate"):
+        read_samples(tmp_path)
+
+
+def test_the_command_ends_with_a_table(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(microbenchmark, "record", lambda *_: None)
+    assert main(["--out", str(recorded)]) == 0
+    printed = capsys.readouterr().out
+    kernels, collectives, _ = read_samples(recorded)
+    assert collectives is not None
+    for name in {*kernels["op"], *collectives["collective"]}:
+        assert f"\n{name} " in printed
+    assert f"kernels: {kernels.height} rows in " in printed
+
+
+def test_two_ranks_measure_every_collective_at_every_size(recorded: Path) -> None:
+    _, frame, _ = read_samples(recorded)
+    assert frame is not None
+    cells = sorted(itertools.product(COLLECTIVES, SIZES_BYTES[::3]))
+    assert frame.select("collective", "size_bytes").rows() == cells
+    assert frame.select(pl.all_horizontal(pl.col("time_us", "min_us") > 0).all()).item()
+    assert set(frame.select("hardware", "nodes", "gpus").rows()) == {("cpu", 1, 2)}
+
+
+def test_the_grid_is_the_same_for_the_same_seed() -> None:
+    first, again, other = (list(itertools.islice(models("cpu", 1e9, 2**20, seed), 8)) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+    assert len({model.hidden for model in first}) > 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_model_is_larger_than_asked(device: str) -> None:
+    for model in itertools.islice(models(device, 1e10, 2**25), 50):
+        assert model.flops <= 1e10
+        assert model.elements <= 2**25
+        largest = max(int(s["rows"]) * int(s["cols"]) for kind in sizes(model).values() for s in kind if "rows" in s)
+        assert largest <= model.elements
+
+
+def test_sizes_are_aligned_and_not() -> None:
+    seqs = [model.seq % 16 == 0 for model in itertools.islice(models("cpu", 1e9, 2**20), 40)]
+    assert 10 < sum(seqs) < 35
+
+
+def test_the_gradients_of_a_layer_have_its_sizes_turned_round() -> None:
+    model = Model(heads=2, kv_heads=1, head_dim=16, ffn=128, vocab=96, batch=2, seq=8, causal=True)
+    shapes = sizes(model)
+    for forward, by_input, by_weight in zip(shapes["linear"], shapes["dgrad"], shapes["wgrad"], strict=True):
+        m, n, k = (forward[c] for c in "mnk")
+        assert [by_input[c] for c in "mnk"] == [m, k, n]
+        assert [by_weight[c] for c in "mnk"] == [n, k, m]
+
+
+def test_other_number_formats_take_turns() -> None:
+    model = Model(heads=2, kv_heads=2, head_dim=16, ffn=128, vocab=96, batch=2, seq=8, causal=True)
+    formats = ("fp32", "bf16", "fp8", "tf32")
+    seen = [{case.dtype for _, case in cases(model, number, formats, None)} for number in range(5)]
+    assert seen == [{"fp32"}, {"fp32", "bf16"}, {"fp32", "fp8"}, {"fp32", "tf32"}, {"fp32"}]
+    assert {case.op for _, case in cases(model, 2, formats, None) if case.dtype == "fp8"} == {"gemm"}
+
+
+def test_families_choose_what_is_measured() -> None:
+    frame = measure_kernels(budget_s=0.2, families=["gemm", "softmax"])
+    assert set(frame["op"]) == {"gemm", "softmax"}
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(CaptureError, match="sees no CUDA device here"):
+        measure_kernels("cuda")
+    with pytest.raises(CaptureError, match="2 ranks of nccl need as many GPUs; torch sees 0 here"):
+        measure_collectives(2, "nccl")
+    assert main(["--device", "cuda", "--out", str(tmp_path)]) == 1
+    assert "sees no CUDA device here" in capsys.readouterr().err
+    assert not (tmp_path / "provenance.json").exists()
+
+
+def test_what_is_unknown_is_refused() -> None:
+    with pytest.raises(InputError, match="unknown families gem; there are adamw, "):
+        measure_kernels(families=["gem"])
+    with pytest.raises(InputError, match="device is 'tpu'"):
+        measure_kernels("tpu")
+    with pytest.raises(InputError, match="'mpi', 2 ranks"):
+        measure_collectives(2, "mpi")
+    with pytest.raises(InputError, match="that 16 divides"):
+        measure_collectives(4, sizes_bytes=(1000,))
+
+
+def test_the_committed_samples_are_those_of_their_provenance() -> None:
+    folder = Path(__file__).parents[1] / "datasets" / "calibration-samples" / "cpu"
+    kernels, collectives, about = read_samples(folder)
+    assert collectives is not None
+    assert set(kernels["op"]) == {op.op for op in OPS}
+    assert set(collectives["gpus"]) == {2, 4}
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 300_000
+    assert "/" not in about["command"]
