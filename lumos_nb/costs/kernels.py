@@ -46,7 +46,7 @@ _PRIORS: Mapping[str, Prior] = {
     "edge": (0.2, 0.5),  # how much more a small tile costs, in log space by 64 / height + 64 / width
     "end_cycles": (1000, 1.0),  # of a tile of 128 x 128: results
     "partial": (0.5, 1.0),  # of writing and reading each split's results
-    "wide": (45, 0.7),  # FLOPs / 2 a key beyond those of attention's products: its softmax
+    "score_cycles": (1 / 16, 0.7),  # of a core for one score of attention: 16 exponentials a cycle
     "diagonal": (96, 0.5),  # keys beyond a causal mask that a tile computes all the same
 }
 """What a constant is before anything is measured, and how many times it may well differ, in log space."""
@@ -90,13 +90,25 @@ _PRODUCT = Form(
     splits=(1, 2, 3, 4, 6, 8),
     granule=32.0,
 )
-_ATTENTION = Form(_constants("launch_cycles memory cost begin_cycles whole wide diagonal", cost=(1.4, 0.3)), tiles=((128, 0),))
+_ATTENTION = Form(
+    _constants("launch_cycles memory cost begin_cycles whole score_cycles diagonal", cost=(1.4, 0.3)), tiles=((128, 0),)
+)
+_UNFUSED = Form(
+    # every score goes to memory and back several times, also those that the mask hides
+    _constants("launch_cycles memory cost begin_cycles whole score_cycles", cost=(1.4, 0.3), score_cycles=(1.0, 1.0)),
+    tiles=((128, 0),),
+)
 FORMS: Mapping[str, Form] = {
     **{"gemm": _PRODUCT, "convolution": _PRODUCT, "attention": _ATTENTION},
     **dict.fromkeys(("norm", "softmax", "cross_entropy", "gated_activation", "rope", "embedding_lookup", "index"), _ROWS),
     **dict.fromkeys(("reduction", "interaction"), _ROWS),
 }
 """Families whose kernels are cut otherwise than a plain stream of elements."""
+
+
+def _form(family: str, implementation: str) -> Form:
+    return _UNFUSED if "unfused" in implementation else FORMS.get(family, _STREAM)
+
 
 _TILE_SIGMA, _BEND_SIGMA, _LEVEL_SIGMA, _SCATTER = 0.15, 0.4, 0.15, 0.07
 _COMPUTED = ("gemm", "convolution", "attention")
@@ -132,7 +144,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def time_us(self, work: pl.DataFrame, gpu: Gpu) -> Floats:
         """Microseconds of rows of this family, with the columns of `with_work`."""
-        curve = _Curve(FORMS.get(self.family, _STREAM), self.levels)
+        curve = _Curve(_form(self.family, self.implementation), self.levels)
         logs = np.log([*self.constants.values(), *self.tiles.values()])
         theta = np.array([*logs, *self.bends.values(), *self.levels.values()])
         sample = _Sample.of(work, gpu)
@@ -230,7 +242,7 @@ class _Sample:
 
     work: Floats
     """Columns as `busy_us` has them; attention's n and k without what its constants add."""
-    products: Floats
+    scores: Floats
     masked: Floats
     cols: Floats
     levels: tuple[pl.Series, ...]
@@ -250,7 +262,7 @@ class _Sample:
         named = (pl.lit(f"{name}=") + pl.col(name).cast(pl.String).fill_null("") for name in LEVELS if name in work.columns)
         return cls(
             work=np.column_stack([shape, unit, sheet, sizes]),
-            products=work["work_products"].to_numpy(),
+            scores=work["work_scores"].to_numpy(),
             masked=work["work_masked"].to_numpy(),
             cols=cols,
             levels=tuple(work.select(named.alias(str(i)) for i, named in enumerate(named))),
@@ -262,7 +274,7 @@ class _Sample:
         levels = zip(*(part.levels for part in parts), strict=True)
         return cls(
             work=np.concatenate([part.work for part in parts]),
-            products=np.concatenate([part.products for part in parts]),
+            scores=np.concatenate([part.scores for part in parts]),
             masked=np.concatenate([part.masked for part in parts]),
             cols=np.concatenate([part.cols for part in parts]),
             levels=tuple(pl.concat(column) for column in levels),
@@ -295,10 +307,14 @@ class _Curve:
         logs, tiles, bends, levels = np.split(theta, self.ends)
         value = {name: prior[0] for name, prior in _PRIORS.items()} | dict(zip(self.form.constants, np.exp(logs), strict=True))
         work, count = sample.work, len(self.table)
-        if "wide" in self.form.constants:
+        if "score_cycles" in self.form.constants:
             work = work.copy()
-            work[:, 2] += value["wide"] * sample.products
-            work[:, 3] += value["diagonal"] * sample.masked
+            scores = value["score_cycles"] * sample.scores * work[:, 5] / (work[:, 4] * value["cost"])
+            work[:, 2] += scores
+            beyond = np.minimum(value["diagonal"] if "diagonal" in self.form.constants else np.inf, sample.masked)
+            work[:, 3] += beyond
+        else:
+            scores = beyond = np.zeros(len(work))
         whole, cached = (value[name] / (1.0 + value[name]) for name in ("whole", "cached"))
         scalars = [whole, value["partial"], value["memory"], cached, value["cache"], value["power"], self.form.granule]
         cost = value["cost"] * np.exp(value["edge"] * self.edge + np.repeat(tiles, len(self.form.splits)))
@@ -323,12 +339,12 @@ class _Curve:
             "cached": raw[:, 3] * cached * (1.0 - cached),
             "cache": raw[:, 4],
             "power": raw[:, 5],
-            "cost": by_cost.sum(axis=1),
+            "cost": by_cost.sum(axis=1) * (1.0 - scores / work[:, 2]),
             "edge": by_cost @ (value["edge"] * self.edge),
             "begin_cycles": by_cycles @ (1.0 - ending),
             "end_cycles": by_cycles @ ending,
-            "wide": by_cost.sum(axis=1) * value["wide"] * sample.products / work[:, 2],
-            "diagonal": by_cost.sum(axis=1) * value["diagonal"] * sample.masked / work[:, 3],
+            "score_cycles": by_cost.sum(axis=1) * scores / work[:, 2],
+            "diagonal": by_cost.sum(axis=1) * np.where(beyond < sample.masked, beyond / work[:, 3], 0.0),
         }
         by_tile = by_cost.reshape(len(work), len(self.form.tiles), -1).sum(axis=2)
         by_level = np.zeros((len(work), len(levels) + 1))
@@ -386,8 +402,8 @@ def fit_kernels(samples: pl.DataFrame, sheets: Mapping[str, Gpu] | None = None) 
 
 def sheet_cell(family: str, number_format: str, implementation: str = "") -> Cell:
     """The cell that holds before anything is measured: what the constants usually are, for a GPU's data sheet alone."""
-    form = FORMS.get(family, _STREAM)
-    return _cell(_Curve(form, ()), _Curve(form, ()).prior, (family, number_format, implementation))
+    curve = _Curve(_form(family, implementation), ())
+    return _cell(curve, curve.prior, (family, number_format, implementation))
 
 
 def _cell(curve: _Curve, theta: Floats, key: tuple[str, str, str], rows: int = 0, gpus: Sequence[str] = (), slowness: float = np.inf) -> Cell:
@@ -411,7 +427,7 @@ def _fitted(group: pl.DataFrame, sheets: Mapping[str, Gpu]) -> Cell:
     sample = _Sample.joined([_Sample.of(part, sheets[gpu]) for part, gpu in zip(parts, gpus, strict=True)])
     target = np.log(np.concatenate([part["time_us"].to_numpy() for part in parts]))
     values = [sorted(column.unique()) for column in sample.levels]
-    curve = _Curve(FORMS.get(key[0], _STREAM), [name for names in values if len(names) > 1 for name in names])
+    curve = _Curve(_form(key[0], key[2]), [name for names in values if len(names) > 1 for name in names])
     codes = curve.codes(sample)
 
     def misses(theta: Floats) -> Floats:

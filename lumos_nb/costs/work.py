@@ -48,17 +48,21 @@ _TWO = ("add", "sub", "mul", "div", "pow", "maximum", "minimum")
 MOVES: Mapping[str, Traffic] = {
     **{op: Traffic("elementwise") for op in _ONE},
     **{op: Traffic("elementwise", read=2, back_read=3, back_write=2) for op in _TWO},
+    "lerp": Traffic("elementwise", read=2, flops=3),
+    **{op: Traffic("elementwise", read=3, flops=3) for op in ("addcmul", "addcdiv")},
     **{op: Traffic("gated_activation", read=2, back_read=3, back_write=2, flops=6) for op in ("gated_activation", "act_mul")},
     **{op: Traffic("norm", flops=8) for op in ("norm", "norm(rms/layer)", "layernorm", "rmsnorm")},
     "batchnorm": Traffic("norm", flops=8),
     "softmax": Traffic("softmax", flops=5),
     "cross_entropy": Traffic("cross_entropy", write=0, back_read=1, flops=5, row_bytes=8, row_write=1),
+    "nll_loss": Traffic("cross_entropy", read=0, write=0, back_read=0, flops=0, row_bytes=12),
     "dropout": Traffic("dropout", write=1, back_read=1, flops=2),
     "rope": Traffic("rope", back_read=1, flops=3),
     "embedding_lookup": Traffic("embedding_lookup", back_read=1, flops=0, row_bytes=8),
     "optimizer": Traffic("optimizer", read=4, write=3, flops=12),
     "adam": Traffic("optimizer", read=4, write=3, flops=12),
     "adamw": Traffic("optimizer", read=4, write=3, flops=12),
+    "adamw_foreach": Traffic("optimizer", read=4, write=3, flops=12),
     "sgd": Traffic("optimizer", read=2, write=1, flops=2),
     "sgd_momentum": Traffic("optimizer", read=3, write=2, flops=4),
     "transpose": Traffic("transpose", back_read=1, flops=0),
@@ -109,8 +113,8 @@ def with_work(frame: pl.DataFrame) -> pl.DataFrame:
     frame
         The same rows with `family`, `format` (formats that are computed alike), `flops`, `bytes`, and what the model
         reads: a product of `work_batch` matrices, `work_m` x `work_k` times `work_k` x `work_n`, of 2 FLOPs each (for
-        attention a row of m is a query, n its FLOPs / 2 for each key, `work_products` the passes' products over the
-        forward's, `work_masked` 1 if causal); for what moves data, `work_m` rows, `work_n` bytes each.
+        attention a row of m is a query, n its FLOPs / 2 for each key, `work_scores` how often a score is made or used,
+        `work_masked` the keys that the mask hides); for what moves data, `work_m` rows, `work_n` bytes each.
 
     Raises
     ------
@@ -287,6 +291,6 @@ def _work() -> dict[str, pl.Expr]:
         "work_k": _by_family(
             {"gemm": pl.col("work_k"), "convolution": pl.col("work_k"), "attention": pl.col("keys")}, pl.lit(1.0)
         ),
-        "work_products": _by_family({"attention": pl.col("attention_products")}, pl.lit(0.0)),
-        "work_masked": _by_family({"attention": pl.col("causal").cast(pl.Float64)}, pl.lit(0.0)),
+        "work_scores": _by_family({"attention": pl.col("attention_tensors")}, pl.lit(0.0)),
+        "work_masked": _by_family({"attention": pl.col("seq_kv") - pl.col("keys")}, pl.lit(0.0)),
     }
