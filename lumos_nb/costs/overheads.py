@@ -286,7 +286,7 @@ def _op_tables(source: Source) -> Iterator[pl.DataFrame]:
     if isinstance(source, pl.DataFrame):
         yield OPS.check(source)
     elif isinstance(source, Graph):
-        yield source.ops.filter((pl.col("step") == source.step) | (pl.col("kind") == "boundary"))
+        yield source.ops
     elif isinstance(source, Run | Recording):
         recording = source if isinstance(source, Recording) else Recording.of(source)
         times = recording.step_times()
