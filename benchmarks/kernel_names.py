@@ -65,8 +65,9 @@ def coverage(run: ln.Run) -> dict[str, float]:
     families = device.join(kernel_families(device["name"]), on="name", how="left")
     samples = kernel_samples(run)
     time = pl.col("time_us")
+    measured = device if device.height else samples.with_columns(dur_ns=time * 1e3)
     return {
-        "time_ms": (device["dur_ns"].sum() or samples["time_us"].sum() * 1e3) / 1e6,
+        "time_ms": measured.select(pl.col("dur_ns").sum()).item() / 1e6,
         "family": _share(families, pl.col("family") != UNKNOWN, pl.col("dur_ns")),
         "fallback": _share(families, pl.col("fallback") == FALLBACK, pl.col("dur_ns")),
         "sizes": _share(samples, pl.col("why").is_null(), time),
@@ -98,7 +99,8 @@ def main() -> None:
             print(kind, name, undecoded(kernel_samples(run)).head(12), sep="\n")
             continue
         row = coverage(run)
-        shares = f"{row['family']:9.2%}{row['fallback']:10.2%}{row['sizes']:8.1%}{row['sized_ms']:10.1f}"
+        named = f"{row['family']:9.2%}{row['fallback']:10.2%}" if kind != "bundled" else f"{'':19s}"
+        shares = f"{named}{row['sizes']:8.1%}{row['sized_ms']:10.1f}"
         print(f"{kind:9s}{(what if kind != 'bundled' else name):34s}{row['time_ms']:9.1f}{shares}", flush=True)
 
 

@@ -1,8 +1,8 @@
 """What the name of a kernel says: its family, number format, pass and library, as ordered tables of patterns.
 
 The patterns are anchored to how a library spells its kernels; a kernel that no row knows is `unknown`, which is better
-than a guess. The names are those of ATen, CUB, cuBLAS, CUTLASS, cuDNN, NCCL, FBGEMM, Apex, hipBLASLt, MIOpen, Composable
-Kernel, rocPRIM, RCCL, vLLM, AITER, Inductor, Triton and Transformer Engine, as traces from 2021 to 2026 have them.
+than a guess. The names are those of ATen, CUB, cuBLAS, CUTLASS, cuDNN, NCCL, FBGEMM, Apex, hipBLASLt, MIOpen, CK,
+rocPRIM, RCCL, vLLM, AITER, Inductor, Triton and Transformer Engine, as traces from 2021 to 2026 have them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("attention", r"^triton_tem_fused_\w*flex_attention"),
     ("gemm", r"^triton_tem_fused_\w*mm"),
     ("convolution", r"^triton_tem_fused_\w*convolution"),
-    ("norm", _FUSED + r"\w*(?:(?:layer|rms|batch|group)_norm|pow\w*rsqrt|var_mean)"),
+    ("norm", r"^triton_(?:red|per)_fused_\w*(?:(?:layer|rms|batch|group)_norm|pow\w*rsqrt|var_mean)"),
     ("cross_entropy", _FUSED + r"\w*nll_loss"),
     ("softmax", _FUSED + r"\w*softmax"),
     ("embedding_lookup", _FUSED + r"(?:add_)?embedding"),
@@ -44,7 +44,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     # Embedding tables and what moves between them
     ("embedding_lookup", r"(?:split|dense|ssd)_embedding_\w*codegen|EmbeddingBag_|embedding_bag"),
     ("embedding_lookup", r"bounds_check_indices|linearize_(?:index|cache_indices)|lxu_cache"),
-    ("embedding_lookup", _ATEN + r"(?:embedding_backward|compute_grad_weight|krn_partial|sum_and_scatter|partial_segm)"),
+    ("embedding_lookup", _ATEN + r"(?:embedding_backward|compute_grad_weight|sum_and_scatter|partials?_(?:per_)?segm)"),
     ("interaction", _ANY + r"(?:dot_?based_?|dot_)interact(?:ion)?)"),
     ("index", r"fbgemm_gpu::\w*(?:permute|offsets_range|bucketize|jagged|index_select)|permute_pooled_embs"),
     ("cast", r"fbgemm_gpu::.*(?:FP8|Fused8Bit|BFloat16|HBFP)\w*(?:quantize|qparam|rowwise|_to_)"),
@@ -54,10 +54,12 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("attention", r"^attn_(?:fwd|bwd)|^bwd_kernel_(?:dk_dv|dq|fuse)|^bwd_preprocess"),  # AOTriton
     ("attention", r"Attention(?:Backward)?Kernel|paged_attention|unified_attention|Batch(?:Prefill|Decode)With"),
     # Convolution, made of products and of changes of layout
+    ("index", r"\bcask\w*::compute\w*Offsets"),
     ("transpose", r"(?i)(?:nchw|cnhw|nhwc)_?(?:to|2)_?(?:nhwc|nchw|cnhw)"),
     ("convolution", r"implicit_gemm|ImplicitGemmConv|(?:im|ex)plicit_convolve|[_\d](?:fprop|dgrad|wgrad)_"),
-    ("convolution", r"(?:dgrad|wgrad)(?:2d|_alg\d|_engine)|[sh]cudnn_|cudnn::cnn::|winograd|fft[12]d_[rc]2[rc]|flip_filter"),
-    ("convolution", r"conv_depthwise|im2col|col2im|^igemm_(?:fwd|bwd|wrw)_|(?i:^miopen\w*conv|^gcnAsmConv|^naive_conv)"),
+    ("convolution", r"(?:dgrad|wgrad)(?:2d|_alg\d|_engine)|[sh]cudnn_|cudnn::cnn::|winograd|fft[12]d_[rc]2[rc]"),
+    ("convolution", r"conv_depthwise|im2col|col2im|flip_filter|^igemm_(?:fwd|bwd|wrw)_|(?i:^miopen\w*conv)"),
+    ("convolution", r"(?i:^gcnAsmConv|^naive_conv)"),
     ("convolution", r"^Im2d2Col|^Col2Im2d|kernel_grouped_conv|kernel_batched_gemm_xdlops_bwd_weight"),
     # Matrix products
     ("gemm", r"^Cijk_|^nvjet_|cublasLt?::|gemvx::kernel|gemv(?:2[NT]|NSP)|gemmk1_kernel|gemmSN_|splitKreduce_kernel"),
@@ -67,31 +69,33 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("gemm", r"^bmm_(?:Bfloat16|Mx|E4m3|Fp16)\w*|^_(?:p_)?matmul_ogs_|^(?:fused_moe|matmul|grouped_gemm)_kernel"),
     # Normalisation, losses, activations
     ("norm", _ANY + r"\w*(?:layer|rms|batch|group|instance)_?norm)|Rmsnorm|Layernorm|MIOpenBatchNorm|\bbn_(?:fw|bw)_"),
-    ("norm", _ATEN + r"(?:Norm(?:Forward|Backward)|GammaBeta|RowwiseMoments|Compute(?:Internal|Fused))|\bln_(?:fwd|bwd)_"),
+    ("norm", _ATEN + r"(?:Norm(?:Forward|Backward)|GammaBeta|RowwiseMoments|Compute(?:Internal|Fused))"),
+    ("norm", r"\bln_(?:fwd|bwd)_"),
     ("cross_entropy", _ANY + r"\w*(?:nll_?loss|cross_?entropy|ClassNLLCriterion|xentropy))"),
     ("softmax", _ANY + r"\w*soft_?max)"),
     ("dropout", _ANY + r"\w*dropout)|masked_scale_kernel"),
-    ("rope", _ANY + r"\w*(?:rotary_(?:emb|pos|kernel)|fused_rope|rope_(?:fwd|bwd|forward|backward|kernel)))"),
+    ("rope", _ANY + r"\w*rotary_(?:emb|pos|kernel)|(?:\w*_)?rope_(?:fwd|bwd|forward|backward|kernel))"),
     ("gated_activation", _ANY + r"\w*(?:(?:act|silu|gelu)_and_mul|swiglu|geglu))|act_and_mul_kernel"),
     ("optimizer", r"multi_tensor_apply_kernel|lpnorm_cleanup|(?i:fused_?(?:adam|sgd|lamb)\w*_kernel|\badamw?_kernel)"),
     # Movement of data
     ("concat", r"CatArrayBatchedCopy|^concat_kernel"),
     ("cast", r"transformer_engine::.*cast"),
     ("transpose", r"transformer_engine::.*transpose|^batched_transpose_\d|^transpose_\w+_WG|cublasTransposeParams"),
-    ("index", r"at::native::.*(?:index(?:Select|Func|_elementwise|_put|ing_backward)|indexing_backward|tri[lu]_indices)"),
+    ("index", _ATEN + r"(?:index(?:Select|Func|_elementwise|_put|ing_backward)|indexing_backward|tri[lu]_indices)"),
     ("index", r"indexing_backward_kernel|vectorized_gather_kernel|_scatter_gather_|searchsorted_cuda|flatten_kernel<"),
     ("index", r"moe::dev::|^_combined_routing_|^_finalize_matmul_scatter|store_kvcache<|reshape_and_cache"),
     ("sort", r"\bcub::Device(?:Radix|Merge|Segmented\w*Sort|Scan|Select|Compact|ReduceByKey|Partition|Histogram)"),
-    ("sort", r"\brocprim::.*(?:sort|scan|partition|select|merge|unique)|at::native::.*(?:bitonicSort|radixSort|gatherTopK)"),
+    ("sort", r"\brocprim::.*(?:sort|scan|partition|select|merge|unique)"),
+    ("sort", _ATEN + r"(?:bitonicSort|radixSort|gatherTopK)"),
     ("pooling", r"(?:max|avg|average)_pool(?:2d|_)?|adaptive_average_pool|upsample_(?:nearest|bilinear|bicubic)"),
     ("reduction", r"at::native::reduce_kernel|\bcub::Device(?:Segmented)?Reduce|\brocprim::.*reduce"),
     ("random", r"distribution_elementwise_grid_stride|distribution_nullary"),
     # Elementwise kernels by what they apply
     ("cast", r"elementwise.*b?float\w*_copy_kernel|elementwise.*direct_copy_kernel.*(?:Load|Store)WithCast"),
     ("copy", r"elementwise.*direct_copy_kernel"),
-    ("elementwise", r"at::native::.*(?:elementwise|triu_tril|amp_update)\w*|^jiterated_|^(?:SubTensorOp|Op\d?dTensor|OpTensor)"),
+    ("elementwise", _ATEN + r"(?:elementwise|triu_tril|amp_update)|^jiterated_|^(?:SubTensorOp|Op\d?dTensor|OpTensor)"),
     ("elementwise", r"cudnn::ops::|\brocprim::.*transform_kernel"),
-    ("convolution", r"\bcask\w*::compute\w*Offsets|cutlass_cudnn\w*::reduction::kernel::ReduceSplitK"),
+    ("convolution", r"cutlass_cudnn\w*::reduction::kernel::ReduceSplitK"),
     ("elementwise", r"elementwise_kernel_with_index<\w+, at::native::"),
     ("sleep", r"at::cuda::.*spin_kernel"),
 )
@@ -107,12 +111,12 @@ LIBRARIES: tuple[tuple[str, str], ...] = (
 DTYPES: tuple[tuple[str, str], ...] = (
     ("fp8", r"(?i)e4m3|e5m2|fp8|^Cijk_\w{4}_\w{4}_[FB]8"),
     ("bf16", r"(?i)bf16|bfloat16|DF16b|^nvjet_t|^Cijk_\w{4}_\w{4}_B"),
-    ("fp16", r"c10::Half|__half|[^b]f16|fp16|Fp16|hgemm|hcudnn|_h\d+gemm|^nvjet_h|^Cijk_\w{4}_\w{4}_H"),
+    ("fp16", r"OpaqueType<2|c10::Half|__half|[^b]f16|fp16|Fp16|hgemm|hcudnn|_h\d+gemm|^nvjet_h|^Cijk_\w{4}_\w{4}_H"),
     ("tf32", r"tf32|tensorop_s\d+gemm_\d"),
     ("fp64", r"\bdouble\b|dgemm|^Cijk_\w{4}_\w{4}_D"),
-    ("fp32", r"\bfloat\b|sgemm|scudnn|_f?p?f32|^nvjet_s|^Cijk_\w{4}_\w{4}_S"),
+    ("fp32", r"OpaqueType<4|\bfloat\b|sgemm|scudnn|_f?p?f32|^nvjet_s|^Cijk_\w{4}_\w{4}_S"),
 )
-"""Number format of what a kernel reads; null where the name does not tell."""
+"""Number format of what a kernel reads; null where the name does not tell. Opaque elements of 2 bytes count as fp16."""
 
 _PASSES: tuple[tuple[str, str], ...] = (
     ("bwd", r"(?i)backward|bwd|bprop|_grad(?:_|\b)|dgrad|wgrad|wrw|GammaBeta|updateGradInput|\bbn_bw_"),

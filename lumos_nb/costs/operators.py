@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from lumos_nb.costs.work import ELEMENT_BYTES, MOVES, NEEDS, PRODUCTS
+from lumos_nb.costs.work import MOVES, NEEDS, PRODUCTS
 
 DTYPES = {
     **dict.fromkeys(("float", "float32"), "fp32"),
@@ -31,6 +31,8 @@ DTYPES = {
     "bool": "bool",
 }
 """Number formats by the type that a trace, or torch, names."""
+
+FLOATING = ("fp64", "fp32", "fp16", "bf16", "fp8")
 
 _ENUM = {0: "uint8", 1: "int8", 3: "int32", 4: "int64", 5: "fp16", 6: "fp32", 7: "fp64", 11: "bool", 15: "bf16"}
 """torch's numbers of its types."""
@@ -86,6 +88,11 @@ class Call(NamedTuple):
             return None
         return "T" if stride[-1] != 1 and stride[-2] == 1 else "N"
 
+    def elements(self, at: int) -> int:
+        """Elements of an argument that lie in memory: what is expanded counts once."""
+        shape, stride = self.dims[at], self.strides[at] if at < len(self.strides) else []
+        return prod(size for size, step in zip(shape, stride or [1] * len(shape), strict=True) if step)
+
     def format(self, at: int) -> str | None:
         """Number format of an argument."""
         return DTYPES.get(str(self.types[at])) if at < len(self.types) else None
@@ -94,7 +101,7 @@ class Call(NamedTuple):
         """Number format of the first tensor of floating numbers, else of the first tensor."""
         tensors = [self.format(at) for at, shape in enumerate(self.dims) if shape] or [self.format(0)]
         known = [form for form in tensors if form]
-        return next((form for form in known if "int" not in form), known[0] if known else None)
+        return next((form for form in known if form in FLOATING), known[0] if known else None)
 
 
 class Undecoded(ValueError):
@@ -111,7 +118,7 @@ class Operator(NamedTuple):
 
 
 def _product(a: int, b: int, *, weight: bool = False) -> Decode:
-    """`a @ b` with any leading dimensions; of a `weight` the rows are the outputs."""
+    """`a @ b` with any leading dimensions; of a `weight` the rows are the outputs, and the input lies row by row."""
 
     def decode(call: Call) -> Sizes:
         left, right = call.tensor(a), call.tensor(b)
@@ -122,10 +129,11 @@ def _product(a: int, b: int, *, weight: bool = False) -> Decode:
         rows = prod(left[:-1]) if shared else left[-2]
         if left[-1] != k:
             raise Undecoded(f"{left} times {right} is no product")
-        sides = (call.layout(a), "T" if weight else call.layout(b))
+        sides = (call.layout(a) or "N", "T") if weight else (call.layout(a), call.layout(b))
         trans = "".join(side for side in sides if side)
         batch = 1 if shared else prod(right[:-2])
-        return {"batch": batch, "m": rows, "n": n, "k": k, "trans": trans if len(trans) == 2 else None}
+        sizes = {"batch": batch, "m": rows, "n": n, "k": k, "trans": trans if len(trans) == 2 else None}
+        return sizes | ({"op": "gemm_bias"} if weight and call.dims[b + 1 : b + 2] not in ([], [[]]) else {})
 
     return decode
 
@@ -256,8 +264,10 @@ def _copied(source: int, made: Callable[[Call], str | None]) -> Decode:
 
 
 def _binary(call: Call) -> Sizes:
-    """Two operands of one member; one of them may be a number."""
-    return _broadcast(call) | {"scalar": _is_number(call)}
+    """Two operands of one member; one may be a number, or so small a tensor that only the other one costs."""
+    sizes = _broadcast(call)
+    whole = sizes["rows"] * sizes["cols"]
+    return sizes | {"scalar": whole > 1 and min(call.elements(0), call.elements(1)) <= whole / 2}
 
 
 def _is_number(call: Call) -> bool:
@@ -414,7 +424,5 @@ def sizes_of(key: str, call: Call) -> Sizes:
 
 def _missing(told: Sizes) -> str | None:
     """What `with_work` would not take, if anything."""
-    if told["dtype"] not in ELEMENT_BYTES:
-        return "its number format is not recorded"
     empty = [name for name in NEEDS.get(told["family"], ("rows", "cols")) if not told.get(name)]
     return f"no elements: {', '.join(empty)} 0" if empty else None

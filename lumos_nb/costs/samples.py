@@ -1,9 +1,9 @@
 """A run -> the kernels that it measured, as rows of a kernel frame; an op table -> the same rows as requests.
 
-On a device a sample is a kernel, with the sizes of the innermost operator with shapes around its launch; of the kernels
-of one operator only the longest of its family (and pass) has them, the others go by their names. On a CPU a sample is an
-operator: the outermost that `operators.OPERATORS` knows, so that no time counts twice. What has no sizes keeps its row
-and says `why`.
+On a device a sample is a kernel with the sizes of the innermost operator around its launch that `operators.OPERATORS`
+knows. An operator's kernels of its own family count as one, on the row of the longest; the others go by their names. On
+a CPU a sample is an operator: the outermost that the table knows, so that no time counts twice. What has no sizes keeps
+its row and says `why`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from lumos_nb import call_stacks
 from lumos_nb.calls import ENGINE_OPERATORS
 from lumos_nb.config import find_gpu
-from lumos_nb.costs.names import HOST_COPY, UNKNOWN, kernel_families
+from lumos_nb.costs.names import FALLBACK, HOST_COPY, UNKNOWN, kernel_families
 from lumos_nb.costs.operators import GENERATED, OPERATORS, SIZES, Call, operator_key, sizes_of
-from lumos_nb.costs.work import MOVES, PRODUCTS
+from lumos_nb.costs.work import ELEMENT_BYTES, MOVES, PRODUCTS
 from lumos_nb.errors import InputError
 from lumos_nb.ops import build_ops, step_marks
 from lumos_nb.schema import OPS, require
@@ -33,6 +33,8 @@ REQUEST = {**dict.fromkeys(("family", "op", "pass", "dtype"), pl.String()), **SI
 
 WORK_KINDS = ("kernel", "memcpy", "memset")
 
+_HALVES = {"input": "bwd_grad_act", "weight": "bwd_grad_w"}
+
 ARGUMENTS = {"dims": "Input Dims", "strides": "Input Strides", "types": "Input type", "constants": "Concrete Inputs"}
 _LIST = r"(\[(?:[^\[\]]|\[(?:[^\[\]]|\[[^\[\]]*\])*\])*\])"
 
@@ -42,6 +44,8 @@ KINDRED = (
     *("embedding_lookup>index", "optimizer>elementwise", "dropout>elementwise"),
 )
 """Kernels of a family (on the right) that do the work of an operator of another one."""
+
+HOST_COMMUNICATION = r"^(?:c10d|_c10d_functional\w*|gloo|nccl)::?|^record_param_comms"
 
 
 def kernel_samples(run: Run) -> pl.DataFrame:
@@ -56,8 +60,9 @@ def kernel_samples(run: Run) -> pl.DataFrame:
     -------
     frame
         `rank`, `step`, `event_id`, `name`, `operator`, `gpu` (the bundled data sheet's name, or as the trace has it;
-        "cpu" without a device), `REQUEST`, `time_us`, `source`, `method`. Communication is not in it. Sizes of the
-        gradients of a product are those of the forward product, as `work.with_work` has them.
+        "cpu" without a device), `REQUEST`, `time_us` (adding up to the measured time of all kernels, or on a CPU of all
+        operators), `source`, `method`. Communication kernels are not in it. The sizes of the gradient of a product are
+        those of the forward product, as `work.with_work` has them.
 
     Raises
     ------
@@ -77,12 +82,12 @@ def kernel_samples(run: Run) -> pl.DataFrame:
             "the run has no device kernels and no operators with shapes: record it with record_shapes=True."
         )
     devices = pl.DataFrame(_devices(run), schema={"rank": pl.Int32, "device": pl.Int32, "gpu": pl.String}, orient="row")
-    priced = with_requests(rows, run).join(devices, on=["rank", "device"], how="left", maintain_order="left")
+    priced = _requests(rows, run).join(devices, on=["rank", "device"], how="left", maintain_order="left")
     return priced.select(
         *("rank", "step", "event_id", "name", "operator"),
         gpu=pl.col("gpu") if on_device.height else pl.lit("cpu"),
         **{name: pl.col(name) for name in REQUEST},
-        time_us=pl.col("dur_ns") / 1e3,
+        time_us=pl.col("counted_ns") / 1e3,
         source=pl.lit("trace"),
         method=pl.lit("torch profiler"),
     )
@@ -99,12 +104,13 @@ def undecoded(samples: pl.DataFrame) -> pl.DataFrame:
     Returns
     -------
     frame
-        `why`, `name` (the operator's, or the kernel's where it has none), `count`, `time_us`, `share` of all their time.
+        `why`, `name` (the operator's, or the kernel's where it has none), `count`, `time_us`, `share` of all the time.
     """
     total_us = samples["time_us"].sum()
-    lost = samples.filter(pl.col("why").is_not_null()).group_by("why", name=pl.coalesce("operator", "name"))
-    lost = lost.agg(count=pl.len(), time_us=pl.col("time_us").sum()).sort("time_us", descending=True)
-    return lost.with_columns(share=pl.col("time_us") / total_us)
+    lost = samples.filter(pl.col("why").is_not_null())
+    by_name = lost.group_by("why", name=pl.coalesce("operator", "name"))
+    lost = by_name.agg(count=pl.len(), time_us=pl.col("time_us").sum())
+    return lost.sort("time_us", descending=True).with_columns(share=pl.col("time_us") / total_us)
 
 
 def with_requests(ops: pl.DataFrame, run: Run | None = None) -> pl.DataFrame:
@@ -134,43 +140,63 @@ def with_requests(ops: pl.DataFrame, run: Run | None = None) -> pl.DataFrame:
     >>> requests = with_requests(ln.build_graph(run).ops)                           # doctest: +SKIP
     >>> requests.filter(pl.col("why").is_null()).select("op", "m", "n", "k")        # doctest: +SKIP
     """
-    ops = OPS.check(ops)
-    calls = _calls(ops)
-    if run is not None and "operator_id" in calls.columns:
-        known = _recorded(run.events).select("rank", "operator_id", *ARGUMENTS, "gradient")
-        calls = calls.drop(*ARGUMENTS, "gradient").join(
+    return _requests(OPS.check(ops), run).drop("counted_ns")
+
+
+def _requests(ops: pl.DataFrame, run: Run | None) -> pl.DataFrame:
+    """`with_requests`, and `counted_ns`: the time of each op with that of the kernels which count as one with it."""
+    work = ops.with_row_index("row").filter(pl.col("kind").is_in(WORK_KINDS) | (pl.col("kind") == "cpu"))
+    calls = _calls(work)
+    if run is not None:
+        known = _recorded(run.events).select("rank", "operator_id", "asked_id", "key", *ARGUMENTS, "gradient")
+        calls = calls.drop("key", "asked_id", *ARGUMENTS, "gradient").join(
             known, on=["rank", "operator_id"], how="left", maintain_order="left"
         )
-    names = kernel_families(ops.filter(pl.col("kind").is_in(WORK_KINDS))["name"])
+    names = kernel_families(work.filter(pl.col("kind").is_in(WORK_KINDS))["name"])
     names = names.select("name", *(pl.col(c).alias(f"named_{c}") for c in names.columns[1:]))
     told = _decoded(calls).join(names, on="name", how="left", maintain_order="left")
-    return ops.drop("dtype").with_columns(_settled(told).select(list(REQUEST)))
+    told = told.with_columns(named_pass=pl.coalesce("half", "named_pass"))
+    settled = _settled(told)
+    settled = settled if run is None else _by_grid(settled, work, run.events)
+    rows = ops.drop("dtype").with_row_index("row").join(
+        settled.with_columns(work["row"]), on="row", how="left", maintain_order="left"
+    )
+    no_work = pl.lit("no work of a kernel")
+    return rows.with_columns(
+        why=pl.when(pl.col("row").is_in(work["row"].implode())).then("why").otherwise(no_work),
+        counted_ns=pl.coalesce("counted_ns", "dur_ns"),
+    ).drop("row")
 
 
-def _calls(ops: pl.DataFrame) -> pl.DataFrame:
+def _calls(work: pl.DataFrame) -> pl.DataFrame:
     """The operator that each op asks for, by `key`, and its arguments as far as an op table has them."""
-    name = pl.lit(None, pl.String)
-    operator = pl.col("operator") if "operator" in ops.columns else name
-    operator = pl.when(pl.col("kind").is_in(WORK_KINDS)).then(operator).when(pl.col("kind") == "cpu").then("parent")
-    ids = [c for c in ("rank", "step", "operator_id") if c in ops.columns]
-    return ops.with_row_index("row").select(
-        *("row", *ids, "kind", "name", "dur_ns", "bytes"),
-        key=operator_key(operator),
+    text, number = pl.lit(None, pl.String), pl.lit(None, pl.Int64)
+    operator = pl.col("operator") if "operator" in work.columns else text
+    calls = work.select(
+        *("row", "rank", "step", "kind", "name", "dur_ns", "bytes"),
+        operator=pl.when(_ON_DEVICE).then(operator).otherwise("parent"),
+        operator_id=pl.col("operator_id") if "operator_id" in work.columns else number,
+        asked_id=pl.col("operator_id") if "operator_id" in work.columns else number,
         backward=pl.col("phase") == "backward",
         dims="shapes",
         types=pl.format('["{}"]', "dtype"),
-        **dict.fromkeys(("strides", "constants", "gradient"), name),
+        **dict.fromkeys(("strides", "constants", "gradient"), text),
     )
+    half = pl.col("operator").str.extract(r"_backward_(input|weight)$").replace_strict(_HALVES, default=None)
+    words = calls.select("operator").unique().with_columns(key=operator_key(pl.col("operator")), half=half)
+    return calls.join(words, on="operator", how="left", maintain_order="left")
 
 
 def _decoded(calls: pl.DataFrame) -> pl.DataFrame:
     """Calls with what their arguments say; each distinct one is read once."""
     distinct = ["key", *ARGUMENTS, "gradient", "backward"]
-    known = calls.filter(pl.col("key").is_in(list(OPERATORS)) & pl.col("dims").is_not_null()).select(distinct).unique()
-    rows = [_read(**row) for row in known.iter_rows(named=True)]
+    readable = pl.col("key").is_in(list(OPERATORS)) & pl.col("dims").is_not_null()
+    calls = calls.with_columns(same=pl.when(readable).then(pl.struct(distinct).hash()))
+    known = calls.filter(pl.col("same").is_not_null()).unique("same").select("same", *distinct)
+    rows = [_read(**row) for row in known.select(distinct).iter_rows(named=True)]
     sizes = pl.DataFrame(rows, schema=REQUEST, orient="row") if rows else pl.DataFrame(schema=REQUEST)
-    known = known.with_columns(sizes, decoded=pl.lit(value=True))
-    return calls.join(known, on=distinct, how="left", maintain_order="left", nulls_equal=True)
+    known = known.select("same", sizes.to_struct("sizes"), decoded=pl.lit(value=True)).unnest("sizes")
+    return calls.join(known, on="same", how="left", maintain_order="left")
 
 
 def _read(key: str, backward: bool, gradient: str | None, **texts: str | None) -> dict[str, Any]:
@@ -201,60 +227,110 @@ def _gradient(told: dict[str, Any], incoming: Sequence[int]) -> dict[str, Any]:
     return {"pass": "bwd_grad_act", "m": m, "n": k, "k": n}
 
 
+_ON_DEVICE = pl.col("kind").is_in(WORK_KINDS)
+_GENERATED = pl.col("key") == GENERATED
+_ONE_GRADIENT = _ON_DEVICE & (pl.col("family") == "convolution") & (pl.col("pass") == "bwd")
+"""The kernels of a convolution's backward are two gradients, of which each kernel is one."""
+_NAMED_OP = pl.when(pl.col("named_family").is_in([*MOVES, *PRODUCTS])).then("named_family")
+
+
 def _settled(told: pl.DataFrame) -> pl.DataFrame:
-    """The columns of `REQUEST`: all of them for the main kernel of an operator, what the name tells for the others."""
-    on_device = pl.col("kind").is_in(WORK_KINDS)
-    related = pl.format("{}>{}", "family", "named_family").is_in(KINDRED) | (pl.col("family") == pl.col("named_family"))
-    named_op = pl.when(pl.col("named_family").is_in([*MOVES, *PRODUCTS])).then("named_family")
-    generated = pl.col("key") == GENERATED
-    told = told.with_columns(
-        fits=pl.when(generated).then(named_op.is_not_null()).otherwise(related),
-        # The gradients of a convolution are two kernels of one operator.
-        part=pl.when(pl.col("family") == "convolution").then("named_pass"),
-        moved=(pl.col("kind") != "kernel") & (pl.col("bytes") > 0) & named_op.is_not_null() & on_device,
-        known=pl.col("decoded").fill_null(value=False) & pl.col("why").is_null(),
-    )
-    instance = [c for c in ("rank", "step", "operator_id") if c in told.columns and "operator_id" in told.columns]
-    main = pl.col("dur_ns").rank("ordinal", descending=True).over(*(instance or ["row"]), "fits", "part") == 1
-    told = told.with_columns(sized=pl.col("known") & (~on_device | (pl.col("fits") & main).fill_null(value=False)))
-    sized, moved = pl.col("sized"), pl.col("moved").fill_null(value=False)
-    by_name = {"family": pl.col("named_family"), "op": named_op, "pass": pl.col("named_pass")}
-    by_name["dtype"] = pl.when(moved).then(pl.lit("uint8")).otherwise("named_dtype")
-    by_name |= {"rows": pl.when(moved).then(pl.lit(1, pl.Int64)), "cols": pl.when(moved).then(pl.col("bytes").cast(pl.Int64))}
-    passes = pl.when(on_device & (pl.col("pass") == "bwd") & (pl.col("family") == "convolution")).then(
-        pl.when(pl.col("named_pass").str.starts_with("bwd_grad")).then("named_pass").otherwise(pl.lit("any"))
-    )
-    by_arguments = {name: pl.col(name) for name in REQUEST if name != "why"}
-    by_arguments["pass"] = passes.otherwise(pl.when(generated).then("named_pass").otherwise("pass"))
-    by_arguments |= {name: pl.when(generated).then(by_name[name]).otherwise(name) for name in ("family", "op")}
-    tf32 = (pl.col("dtype") == "fp32") & (pl.col("named_dtype") == "tf32")
-    by_arguments["dtype"] = pl.when(tf32).then(pl.lit("tf32")).otherwise("dtype")
-    null = pl.lit(None)
+    """`REQUEST` and `counted_ns`: by arguments for the main kernel of an operator, by name for the others."""
+    told = _united(_matched(told))
+    sized, moved = pl.col("fits") & pl.col("main"), pl.col("moved")
+    by_name = {
+        "family": pl.col("named_family"),
+        "op": _NAMED_OP,
+        "pass": pl.col("named_pass"),
+        "dtype": pl.when(moved).then(pl.lit("uint8")).otherwise("named_dtype"),
+        "rows": pl.when(moved).then(pl.lit(1, pl.Int64)),
+        "cols": pl.when(moved).then(pl.col("bytes").cast(pl.Int64)),
+    }
+    by_arguments = {name: pl.col(name) for name in REQUEST} | {
+        "pass": pl.when(_ONE_GRADIENT).then("named_pass").otherwise("pass"),
+        **{name: pl.when(_GENERATED).then(by_name[name]).otherwise(name) for name in ("family", "op")},
+    }
     return told.select(
-        **{name: pl.when(sized).then(told_).otherwise(by_name.get(name, null)) for name, told_ in by_arguments.items()},
-        why=pl.when(sized | moved).then(null).otherwise(_why(on_device)),
+        *(
+            pl.when(sized).then(by_arguments[name]).otherwise(by_name.get(name)).alias(name)
+            for name in REQUEST
+            if name != "why"
+        ),
+        "counted_ns",
+        why=pl.when(~(sized | moved)).then(_why()),
     )
 
 
-def _why(on_device: pl.Expr) -> pl.Expr:
-    """Why an op has no sizes."""
-    reason = (
-        pl.when(~on_device & (pl.col("kind") != "cpu"))
-        .then(pl.lit("no work of a kernel"))
-        .when(pl.col("named_family") == HOST_COPY)
-        .then(pl.lit("crosses the link to the host"))
-        .when(pl.col("named_family") == UNKNOWN)
-        .then(pl.lit("a kernel of unknown name"))
-        .when(pl.col("key").is_null())
-        .then(pl.lit("no operator with shapes around its launch"))
-        .when(pl.col("decoded").is_null() & on_device)
-        .then(pl.lit("its operator has no known schema"))
-        .when(pl.col("decoded").is_null())
-        .then(pl.lit("own time of an operator without a known schema"))
-        .otherwise(pl.coalesce("why", pl.lit("beside the main kernel of its operator")))
+def _matched(told: pl.DataFrame) -> pl.DataFrame:
+    """Whether an op `fits` what was asked for, with all sizes; and whether it only `moved` a known number of bytes."""
+    related = pl.format("{}>{}", "family", "named_family").is_in(KINDRED) | (pl.col("family") == pl.col("named_family"))
+    does_it = pl.when(~_ON_DEVICE).then(pl.lit(value=True)).when(_GENERATED).then(_NAMED_OP.is_not_null())
+    tf32 = pl.when((pl.col("dtype") == "fp32") & (pl.col("named_dtype") == "tf32")).then("named_dtype")
+    told = told.with_columns(dtype=pl.coalesce(tf32, "dtype", "named_dtype"), does_it=does_it.otherwise(related))
+    no_format = ~pl.col("dtype").is_in(list(ELEMENT_BYTES)).fill_null(value=False)
+    which = _ONE_GRADIENT & ~pl.col("named_pass").str.starts_with("bwd_grad") & pl.col("does_it")
+    lacks = pl.coalesce(
+        pl.when(pl.col("decoded") & no_format).then(pl.lit("its number format is not recorded")),
+        pl.when(which).then(pl.lit("its name does not tell which gradient it is")),
     )
-    label = pl.col("named_fallback") + ": "
-    return pl.when(pl.col("named_fallback").is_not_null()).then(label + reason).otherwise(reason)
+    told = told.with_columns(why=pl.coalesce("why", lacks))
+    fits = pl.col("decoded") & pl.col("does_it") & pl.col("why").is_null()
+    moved = pl.col("kind").is_in(["memcpy", "memset"]) & (pl.col("bytes") > 0) & _NAMED_OP.is_not_null()
+    return told.with_columns(fits=fits.fill_null(value=False)).with_columns(
+        moved=(moved & ~pl.col("fits")).fill_null(value=False)
+    )
+
+
+def _united(told: pl.DataFrame) -> pl.DataFrame:
+    """Kernels of one operator, but for the two gradients of a convolution, count on the longest of them, the `main`."""
+    part = pl.when(_ONE_GRADIENT).then("named_pass")
+    several = told.with_row_index("at").filter(pl.col("fits") & pl.col("asked_id").is_not_null() & _ON_DEVICE)
+    several = several.select("at", "dur_ns", call=pl.struct("rank", "step", "asked_id", part).hash())
+    several = several.with_columns(
+        main=pl.col("at") == pl.col("at").sort_by("dur_ns", "at", descending=[True, False]).first().over("call"),
+        total_ns=pl.col("dur_ns").sum().over("call"),
+    )
+    counted_ns = several.select(pl.when("main").then("total_ns").otherwise(0)).to_series()
+    main = pl.repeat(value=True, n=told.height, eager=True).scatter(several["at"], several["main"])
+    return told.with_columns(main=main, counted_ns=told["dur_ns"].scatter(several["at"], counted_ns))
+
+
+def _why() -> pl.Expr:
+    """Why an op has no sizes of its own."""
+    host, unread = ~_ON_DEVICE, pl.col("decoded").is_null()
+    reasons = (
+        (host & pl.col("name").str.contains(HOST_COMMUNICATION), "communication"),
+        (host & unread, "own time of an operator without a known schema, or without shapes"),
+        (pl.col("fits"), "counted with the main kernel of its operator"),
+        (pl.col("named_family") == HOST_COPY, "crosses the link to the host"),
+        (pl.col("named_family") == UNKNOWN, "a kernel of unknown name"),
+        (pl.col("asked_id").is_null() & unread, "no launch in the trace, or no operator with shapes around it"),
+        (unread, "its operator has no known schema"),
+        (pl.col("why").is_null(), "beside the main kernel of its operator"),
+    )
+    chosen = pl.col("why")
+    for condition, reason in reversed(reasons):
+        chosen = pl.when(condition.fill_null(value=False)).then(pl.lit(reason)).otherwise(chosen)
+    return pl.coalesce(pl.col("named_fallback") + ": " + chosen, chosen)
+
+
+def _by_grid(settled: pl.DataFrame, ops: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
+    """Generated kernels without shapes: 4 elements a thread of their grid, a guess that stays labelled as one."""
+    guessed = settled.select("why", row=pl.int_range(pl.len())).filter(pl.col("why").str.starts_with(FALLBACK))
+    if guessed.is_empty() or "event_id" not in ops.columns:
+        return settled
+    kernels = ops[guessed["row"]].select("rank", "event_id")
+    kernels = kernels.join(events, on=["rank", "event_id"], how="left", maintain_order="left")
+    size = pl.element().str.strip_chars().cast(pl.Float64)
+    threads = (
+        pl.col("args").str.extract(rf'"{each}":\s*\[([\d, ]+)\]').str.split(",").list.agg(size.product())
+        for each in ("grid", "block")
+    )
+    cols = kernels.select((4 * next(threads) * next(threads)).cast(pl.Int64)).to_series()
+    return settled.with_columns(
+        rows=settled["rows"].scatter(guessed["row"], pl.select(pl.when(cols.is_not_null()).then(1)).to_series()),
+        cols=settled["cols"].scatter(guessed["row"], cols),
+    )
 
 
 def _operators(events: pl.DataFrame) -> tuple[pl.DataFrame, NDArray[np.int64]]:
@@ -273,10 +349,11 @@ def _operators(events: pl.DataFrame) -> tuple[pl.DataFrame, NDArray[np.int64]]:
 
 
 def _recorded(events: pl.DataFrame) -> pl.DataFrame:
-    """Operators with their arguments and the gradient that came in: the known ones, and what is in none of these.
+    """Operators, each with the known one that is innermost around it or itself, and the gradient that came in.
 
-    `operator_id` is the event's; `outermost` says that no known one is around it; `self_ns` is its time outside the
-    operators in it, `backward` whether the autograd engine runs it.
+    `operator_id` is the operator's event, `asked_id`, `key` and `ARGUMENTS` those of the known one; `outermost` says
+    that no other known one is around it, `backward` that the autograd engine runs it; `self_ns` is its time outside the
+    operators in it.
     """
     table, parent = _operators(events)
     size = np.arange(parent.size)
@@ -288,18 +365,21 @@ def _recorded(events: pl.DataFrame) -> pl.DataFrame:
             pl.col("name").str.contains(ENGINE_OPERATORS),
         )
     )
+    asked = call_stacks.innermost(parent, known)
     top = call_stacks.outermost(parent, known)
-    nodes = rows_at(table.select(gradient=_list("Input Dims")), call_stacks.innermost(parent, node))
     inside = np.bincount(parent + 1, weights=table["dur_ns"].to_numpy(), minlength=parent.size + 1)[1:]
-    table = table.with_columns(
-        nodes["gradient"],
+    arguments = {name: pl.when(pl.Series(known)).then(_list(argument)) for name, argument in ARGUMENTS.items()}
+    asks = table.select("key", asked_id="event_id", **arguments)
+    nodes = table.select(gradient=_list("Input Dims"))
+    table = table.rename({"event_id": "operator_id"}).with_columns(
+        *rows_at(asks, asked).get_columns(),
+        *rows_at(nodes, call_stacks.innermost(parent, node)).get_columns(),
         known=pl.Series(known),
         outermost=pl.Series((top == size) | (top < 0)),
         self_ns=(pl.col("dur_ns") - pl.Series(inside).cast(pl.Int64)).clip(0),
         backward=pl.Series(call_stacks.outermost(parent, engine) >= 0),
     )
-    kept = table.filter(pl.col("known") | pl.col("outermost")).rename({"event_id": "operator_id"})
-    return kept.with_columns(pl.when("known").then(_list(argument)).alias(c) for c, argument in ARGUMENTS.items())
+    return table.filter(pl.col("outermost") | (pl.col("shaped") & pl.col("asked_id").is_not_null()))
 
 
 def _list(argument: str) -> pl.Expr:
@@ -330,13 +410,15 @@ def _host_operators(events: pl.DataFrame) -> pl.DataFrame:
 
 def _devices(run: Run) -> list[tuple[int, int, str]]:
     """Rank, device and name of the devices that the files list: the name of the bundled data sheet, if there is one."""
-    listed = [
-        (rank, each.get("id"), each.get("name"))
-        for rank, metadata in run.metadata.items()
-        for each in metadata.get("deviceProperties") or []
-        if isinstance(each, dict)
-    ]
-    return [(rank, at, _sheet_name(name)) for rank, at, name in listed if isinstance(at, int) and name]
+    used = dict(run.ranks.select("rank", "devices").rows())
+    rows = []
+    for rank, metadata in run.metadata.items():
+        listed = [each for each in metadata.get("deviceProperties") or [] if isinstance(each, dict)]
+        names = {each.get("id"): _sheet_name(each["name"]) for each in listed if each.get("name")}
+        if len(only := set(names.values())) == 1:  # a file may number its only kind of device otherwise
+            names = dict.fromkeys(used.get(rank) or [], *only)
+        rows += [(rank, at, name) for at, name in names.items() if isinstance(at, int)]
+    return rows
 
 
 def _sheet_name(name: str) -> str:
