@@ -1,0 +1,399 @@
+"""What a collective costs: the fastest of the algorithms that a library has, on the data sheets of what connects GPUs.
+
+An algorithm (`collective_plans`) is a number of latency steps and of bytes on each tier's wire:
+
+    time = launch + steps x latency + bytes on the wire / rate x (1 + (half / bytes) ^ power)
+
+with the slower of the two tiers, inside a node and between nodes, since the stages of one call overlap. Constants are
+relative to a sheet's rate and latency. Each fabric has its own, pulled to shared ones by a prior; a fabric without
+samples has the shared ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+import polars as pl
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import least_squares
+from scipy.sparse import csr_matrix, identity, vstack
+
+from lumos_nb.config import Fabric, fabrics, names_of, same_name
+from lumos_nb.costs.collective_plans import (
+    BUS_FACTOR,
+    HOST_TIMED,
+    PLANS,
+    Case,
+    Constants,
+    Floats,
+    Layout,
+    Rows,
+    fastest,
+    time_us,
+)
+from lumos_nb.costs.intervals import Band
+from lumos_nb.errors import CalibrationError, InputError, SchemaError
+
+REQUEST = ("hardware", "interconnect", "nodes", "gpus", "collective", "size_bytes")
+"""Columns of a request. `interconnect` is the outermost tier that a group uses; `hardware` names its node's fabric.
+`size_bytes` as in nccl-tests: an all-gather's whole output, a reduce-scatter's whole input, one rank's whole send
+buffer of an all-to-all."""
+
+SHARES = ("ring", "tree", "switch", "pair", "network", "power", "far_power")
+"""Constants between 0 and 1, fitted by the logarithm of their odds; the others by their own."""
+SPREAD = {
+    "launch_us": 0.3,
+    "power": 0.2,
+    "far_power": 0.2,
+    "channel_bytes_per_s": 0.2,
+    "half": 2.0,
+    "pair_half": 2.0,
+    "far_half": 1.0,
+}
+"""How far a fabric's constants lie from the shared ones a priori, in these logarithms; 0.5 for the others. The shared
+ones lie twice as far from the defaults."""
+NOISE = 0.1
+"""Scatter of a measured time, in log, that a fit takes for granted."""
+SWEEP_ROWS = 10
+"""How many independent rows a sweep counts for: neighbouring sizes err together."""
+SWEEP = ("source", "hardware", "interconnect", "nodes", "gpus", "collective", "notes")
+"""Columns that tell one sweep over sizes from another; those that a frame has."""
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What samples covered of one collective on one or two tiers."""
+
+    tiers: str
+    collective: str
+    rows: int
+    least_gpus: int
+    most_gpus: int
+    least_bytes: int
+    most_bytes: int
+
+
+class CollectiveModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Constants of every fabric with samples and those of the others, and what the samples covered.
+
+    `fit_collectives` makes one; `band` is its interval, from sweeps that the fit had not seen.
+    """
+
+    shared: Constants
+    links: dict[str, Constants]
+    seen: tuple[Seen, ...]
+    band: Band | None = None
+
+    def predict(self, frame: pl.DataFrame, extra: Iterable[Fabric] = ()) -> pl.DataFrame:
+        """Price collectives.
+
+        Parameters
+        ----------
+        frame
+            Columns of `REQUEST`; where it has `method`, times by the host (`HOST_TIMED`) include its calls.
+        extra
+            Sheets beside the bundled ones; their names and aliases come first.
+
+        Returns
+        -------
+        frame
+            The same rows and `dur_us`, `busbw_gbs`; `low_us` and `high_us` where the model has a band; `basis`
+            ("measured": this collective on these tiers; "transferred": another on them; else "data sheet") and
+            `out_of_range`: GPUs or bytes beyond what was measured on these tiers, or nothing was.
+
+        Raises
+        ------
+        SchemaError
+            A column is missing.
+        InputError
+            A collective is unknown, no sheet has a name, or a group cannot be; the message names row and value.
+
+        Examples
+        --------
+        >>> row = {"hardware": "H100-SXM-80GB", "interconnect": "InfiniBand NDR 400", "nodes": 4, "gpus": 32}
+        >>> model.predict(pl.DataFrame({**row, "collective": "all_gather", "size_bytes": 1 << 28}))  # doctest: +SKIP
+        """
+        layout = _layout(frame, [*extra, *fabrics()])
+        cases = _cases(frame, layout)
+        dur_us = fastest(cases, frame.height, self._constants(layout.sheets))
+        factor = np.empty(frame.height)
+        for case in cases:
+            factor[case.rows] = BUS_FACTOR[frame["collective"][int(case.rows[0])]](case.layout.n)
+        columns = {"dur_us": dur_us, "busbw_gbs": frame["size_bytes"].to_numpy() / dur_us / 1e3 * factor}
+        if self.band is not None:
+            columns["low_us"], columns["high_us"] = self.band.around(dur_us, np.log(dur_us))
+        return frame.with_columns(**columns).with_columns(self._covered(frame, layout, cases))
+
+    def predict_uneven(
+        self, sent_bytes: ArrayLike, hardware: str, interconnect: str, nodes: int = 1, extra: Iterable[Fabric] = ()
+    ) -> Floats:
+        """Price all-to-alls whose messages differ: the busiest GPU's bytes on the slower tier.
+
+        Parameters
+        ----------
+        sent_bytes
+            [..., n, n]: bytes from each rank (row) to each other (column); ranks of a node are neighbours. The diagonal
+            stays where it is and costs nothing.
+
+        Returns
+        -------
+        dur_us
+            [...]: never less than a send of the largest message, and as `predict` where all messages are equal.
+
+        Raises
+        ------
+        InputError
+            The matrices are not square, or their ranks do not fill the nodes; and as `predict`.
+
+        Examples
+        --------
+        >>> sent = np.full((8, 8), 1 << 20)
+        >>> model.predict_uneven(sent, "H100-SXM-80GB", "NVLink4/NVSwitch")                  # doctest: +SKIP
+        """
+        sent = np.asarray(sent_bytes, dtype=np.float64)
+        if sent.ndim < 2 or sent.shape[-1] != sent.shape[-2] or not (sent >= 0).all():
+            raise InputError(f"sent_bytes of shape {sent.shape}: give [..., n, n], bytes >= 0 from rank to rank.")
+        flat, n = sent.reshape(-1, *sent.shape[-2:]), sent.shape[-1]
+        about = {"hardware": hardware, "interconnect": interconnect, "nodes": nodes, "gpus": n}
+        request = pl.DataFrame({**about, "collective": "all_to_all", "size_bytes": np.ones(len(flat))})
+        layout = _layout(request, [*extra, *fabrics()])
+        if not len(flat):
+            return np.zeros(sent.shape[:-2])
+        (case,) = _cases(request, layout)
+        node = np.arange(n) // int(layout.g[0])
+        others, together = ~np.eye(n, dtype=bool), node[:, None] == node
+        plan = case.plans[0]._replace(
+            near=_busiest(flat * (others & together)),
+            far=_busiest(flat * ~together),
+            message=(flat * others).max(axis=(1, 2)),
+        )
+        dur_us: Floats = time_us(plan, case, self._constants(layout.sheets)).reshape(sent.shape[:-2])
+        return dur_us
+
+    def table(self) -> pl.DataFrame:
+        """The constants, a row a fabric: `fabric` ("any other" last) and a column each."""
+        rows = chain(self.links.items(), [("any other", self.shared)])
+        return pl.DataFrame([{"fabric": name, **msgspec.structs.asdict(constants)} for name, constants in rows])
+
+    def _constants(self, sheets: tuple[Fabric, ...]) -> dict[str, Floats]:
+        each = [msgspec.structs.astuple(self.links.get(sheet.name, self.shared)) for sheet in sheets]
+        return dict(zip(Constants.__struct_fields__, np.array(each).reshape(len(each), -1).T, strict=False))
+
+    def _covered(self, frame: pl.DataFrame, layout: Layout, cases: list[Case]) -> list[pl.Series]:
+        """`basis` and `out_of_range`."""
+        names, code = layout.tiers()
+        seen: dict[str, list[Seen]] = {name: [one for one in self.seen if one.tiers == name] for name in names}
+        basis = np.array([1 if seen[name] else 2 for name in names])[code]
+        for case in cases:
+            kind = frame["collective"][int(case.rows[0])]
+            measured = np.array([any(one.collective == kind for one in seen[name]) for name in names])
+            basis[case.rows[measured[code[case.rows]]]] = 0
+        outside = np.zeros(frame.height, dtype=bool)
+        for column, least, most in (("gpus", "least_gpus", "most_gpus"), ("size_bytes", "least_bytes", "most_bytes")):
+            low = np.array([min((getattr(one, least) for one in seen[name]), default=np.inf) for name in names])
+            high = np.array([max((getattr(one, most) for one in seen[name]), default=-np.inf) for name in names])
+            value = frame[column].to_numpy()
+            outside |= (value < low[code]) | (value > high[code])
+        return [pl.Series("basis", BASES).gather(basis), pl.Series("out_of_range", outside)]
+
+
+BASES = ("measured", "transferred", "data sheet")
+
+
+def _busiest(sent: Floats) -> Floats:
+    """[k]: the most that a rank of each of the matrices [k, n, n] sends or receives."""
+    most: Floats = np.maximum(sent.sum(axis=2), sent.sum(axis=1)).max(axis=1)
+    return most
+
+
+def _kinds(*columns: pl.Series) -> tuple[Rows, Rows]:
+    """The row where each distinct combination of values first stands, and which of them each row has."""
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        value = column.cast(pl.String).cast(pl.Categorical).to_physical().cast(pl.Int64).fill_null(-1).to_numpy() + 1
+        code = code * (value.max(initial=0) + 1) + value
+    _, first, kind = np.unique(code, return_index=True, return_inverse=True)
+    return first, kind
+
+
+def _layout(frame: pl.DataFrame, sheets: list[Fabric]) -> Layout:
+    if missing := [column for column in REQUEST if column not in frame.columns]:
+        raise SchemaError(
+            f"the collective table lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns) or 'none'}."
+        )
+    n, nodes = (frame[column].cast(pl.Float64).to_numpy() for column in ("gpus", "nodes"))
+    _refuse(
+        ~((n >= 2) & (nodes >= 1) & (n % np.where(nodes >= 1, nodes, 1) == 0)),
+        frame,
+        "of two GPUs or more a node count divides",
+    )
+    _refuse(~(frame["size_bytes"].cast(pl.Float64).to_numpy() >= 0), frame, "with size_bytes of 0 or more")
+    asked = frame.select("hardware", "interconnect", several=pl.col("nodes") > 1)
+    first, kind = _kinds(*asked.get_columns())
+    found = [_tiers(row[0], row[1], row[2], sheets) for row in asked[first].rows()]
+    used = tuple(dict.fromkeys(chain.from_iterable(found)))
+    near, far = (np.array([used.index(tiers[i]) for tiers in found], dtype=np.int64)[kind] for i in (0, 1))
+    most = np.array([sheet.max_gpus or np.inf for sheet in used])[near]
+    split = (nodes > 1) | (n > most)
+    _refuse(split & (nodes == 1) & (near == far), frame, "that one node's fabric joins (max_gpus of its sheet)")
+    group = np.where(split, np.minimum(n / nodes, most), n)
+    return Layout(n, group, n / group, near, far, used)
+
+
+def _refuse(bad: NDArray[np.bool_], frame: pl.DataFrame, wanted: str) -> None:
+    if bad.any():
+        row = int(bad.argmax())
+        given = ", ".join(f"{name}={value!r}" for name, value in frame.select(REQUEST).row(row, named=True).items())
+        raise InputError(f"collective frame, row {row}: no group {wanted}: {given}. Correct the row or leave it out.")
+
+
+def _tiers(hardware: str, interconnect: str, several: bool, sheets: list[Fabric]) -> tuple[Fabric, Fabric]:
+    """The sheets inside a node and beyond it: the hardware's own, and what `interconnect` names (for this hardware)."""
+    inside = _sheet(hardware, sheets)
+    beyond = _sheet(f"{interconnect}: {hardware}", sheets) or _sheet(interconnect, sheets)
+    if beyond is None or (several and inside is None):
+        name, what = (interconnect, "") if beyond is None else (hardware, ", for the tier inside its nodes")
+        raise InputError(
+            f"no data sheet of a fabric is called {name!r}{what}; there are: {', '.join(s.name for s in sheets)}. "
+            f"Write one, Fabric(name={name!r}, source=..., bytes_per_s=..., latency_us=...), and pass it as extra."
+        )
+    if inside is None or not (several or (inside.max_gpus or np.inf) < (beyond.max_gpus or np.inf)):
+        return beyond, beyond
+    return inside, beyond
+
+
+def _sheet(name: str | None, sheets: list[Fabric]) -> Fabric | None:
+    return next((sheet for sheet in sheets if any(same_name(str(name), other) for other in names_of(sheet))), None)
+
+
+def _cases(frame: pl.DataFrame, layout: Layout) -> list[Case]:
+    first, kind = _kinds(frame["collective"])
+    names = frame["collective"].gather(first).to_list()
+    for row, name in zip(first, names, strict=True):
+        if name not in PLANS:
+            raise InputError(
+                f"collective frame, row {row}: collective {name!r} is unknown; known: {', '.join(PLANS)}. "
+                "Name it as the one of these that moves the same bytes."
+            )
+    size = frame["size_bytes"].cast(pl.Float64).to_numpy()
+    timed = frame["method"].is_in(HOST_TIMED) if "method" in frame.columns else pl.zeros(frame.height, eager=True) > 0
+    hosted = timed.fill_null(value=False).to_numpy()
+    cases = []
+    for index, name in enumerate(names):
+        rows = np.flatnonzero(kind == index)
+        part = layout.take(rows)
+        cases.append(Case(rows, size[rows], hosted[rows], part, PLANS[name](part.n, part.g, part.nodes)))
+    return cases
+
+
+def fit_collectives(samples: pl.DataFrame, extra: Iterable[Fabric] = (), *, folds: int = 0) -> CollectiveModel:
+    """Fit the constants of every fabric in `samples`, and those of the others.
+
+    The least error of log(predicted / measured), squared while small and linear for outliers; every sweep weighs the
+    same. A hierarchical prior (Gelman et al., *Bayesian Data Analysis*, ch. 5) holds the constants of a fabric to the
+    shared ones, so that few samples move it little.
+
+    Parameters
+    ----------
+    samples
+        Columns of `REQUEST` and `time_us`; `source` and `notes` tell sweeps apart, `method` may be in `HOST_TIMED`.
+    extra
+        Sheets beside the bundled ones.
+    folds
+        Into how many parts the sweeps go, each predicted by a fit to the others, for the interval of predictions; 0:
+        no interval.
+
+    Raises
+    ------
+    CalibrationError
+        There is no sample, or a time is not positive; and as `CollectiveModel.predict`.
+
+    Examples
+    --------
+    >>> model = fit_collectives(samples, folds=8)                                            # doctest: +SKIP
+    >>> model.table()                                                                        # doctest: +SKIP
+    """
+    times = samples["time_us"].cast(pl.Float64).to_numpy() if "time_us" in samples.columns else np.zeros(0)
+    if not times.size or not (times > 0).all():
+        raise CalibrationError(
+            "a fit of collectives needs rows with time_us above 0: measure a sweep over sizes of each collective, with "
+            "nccl-tests or lumos_nb.costs.microbenchmark.measure_collectives."
+        )
+    layout = _layout(samples, [*extra, *fabrics()])
+    fitted = _least_error(_cases(samples, layout), times, _sweeps(samples), layout)
+    shared, *links = [Constants(**dict(zip(Constants.__struct_fields__, row, strict=True))) for row in fitted.tolist()]
+    names, code = layout.tiers()
+    sizes = pl.col("size_bytes").cast(pl.Int64)
+    seen = (
+        samples.with_columns(tiers=pl.Series(names).gather(code))
+        .group_by("tiers", "collective", maintain_order=True)
+        .agg(
+            rows=pl.len(),
+            least_gpus=pl.col("gpus").min(),
+            most_gpus=pl.col("gpus").max(),
+            least_bytes=sizes.min(),
+            most_bytes=sizes.max(),
+        )
+    )
+    return CollectiveModel(
+        shared=shared,
+        links={sheet.name: link for sheet, link in zip(layout.sheets, links, strict=True)},
+        seen=tuple(msgspec.convert(row, Seen) for row in seen.to_dicts()),
+        band=_band(samples, extra, folds) if folds else None,
+    )
+
+
+def _sweeps(samples: pl.DataFrame) -> Rows:
+    """[rows]: number of the sweep that a row is of."""
+    return _kinds(*(samples[column] for column in SWEEP if column in samples.columns))[1]
+
+
+def _band(samples: pl.DataFrame, extra: Iterable[Fabric], folds: int) -> Band:
+    """The interval from sweeps that are predicted by fits without them."""
+    sweep = _sweeps(samples)
+    guess = np.empty(samples.height)
+    for fold in range(folds):
+        held = sweep % folds == fold
+        model = fit_collectives(samples.filter(~held), extra)
+        guess[held] = model.predict(samples.filter(held), extra)["dur_us"].to_numpy()
+    return Band.fitted(np.log(samples["time_us"].to_numpy() / guess), np.log(guess), sweep)
+
+
+_IS_SHARE = np.array([name in SHARES for name in Constants.__struct_fields__])
+_SPREAD = np.array([SPREAD.get(name, 0.5) for name in Constants.__struct_fields__])
+
+
+def _least_error(cases: list[Case], times: Floats, sweep: Rows, layout: Layout) -> Floats:
+    """[1 + sheets, constants]: the shared ones and each sheet's."""
+    weight = np.sqrt(SWEEP_ROWS / np.bincount(sweep)[sweep]) / NOISE
+    shape = 1 + len(layout.sheets), len(_IS_SHARE)
+
+    def residual(departures: Floats) -> Floats:
+        constants = dict(zip(Constants.__struct_fields__, _natural(departures.reshape(shape))[1:].T, strict=True))
+        return np.concatenate([(np.log(fastest(cases, len(times), constants) / times)) * weight, departures])
+
+    of_sheet = np.zeros((len(times), shape[0]), dtype=bool)
+    of_sheet[:, 0] = of_sheet[np.arange(len(times)), 1 + layout.near] = True
+    of_sheet[np.arange(len(times)), 1 + layout.far] = True
+    sparsity: Any = vstack([csr_matrix(np.repeat(of_sheet, shape[1], axis=1)), identity(shape[0] * shape[1])])
+    fit = least_squares(
+        residual,
+        np.zeros(shape[0] * shape[1]),
+        loss="soft_l1",
+        x_scale="jac",
+        tr_solver="lsmr",
+        jac_sparsity=sparsity,
+        max_nfev=80,
+    )
+    return _natural(fit.x.reshape(shape))
+
+
+def _natural(departures: Floats) -> Floats:
+    """Constants from their departures in units of `SPREAD`: row 0 the shared ones', the others from the shared ones."""
+    start = np.array(msgspec.structs.astuple(Constants()))
+    odds = np.log(np.where(_IS_SHARE, start / np.where(_IS_SHARE, 1 - start, 1.0), start))
+    scaled = odds + _SPREAD * (2 * departures[:1] + np.vstack([np.zeros_like(departures[:1]), departures[1:]]))
+    return np.where(_IS_SHARE, 1 / (1 + np.exp(-scaled)), np.exp(scaled))
