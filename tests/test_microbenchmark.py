@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import platform
+import time
 from pathlib import Path
 
 import polars as pl
 import pytest
 
-from lumos_nb.costs import microbenchmark
+from lumos_nb.config import Gpu, read_sheet
+from lumos_nb.costs import bench_ranks, microbenchmark
+from lumos_nb.costs.bench_clock import Clock
 from lumos_nb.costs.bench_ops import OPS, cases
 from lumos_nb.costs.bench_ranks import COLLECTIVES, SIZES_BYTES
 from lumos_nb.costs.bench_shapes import Model, models, sizes
-from lumos_nb.costs.microbenchmark import main, measure_collectives, measure_kernels, read_samples
+from lumos_nb.costs.microbenchmark import machine_sheet, main, measure_collectives, measure_kernels, read_samples
+from lumos_nb.costs.work import with_work
 from lumos_nb.errors import CalibrationError, CaptureError, InputError
 
+COMMITTED = Path(__file__).parents[1] / "datasets" / "calibration-samples" / "cpu"
+SMALL = Model(heads=2, kv_heads=1, head_dim=16, ffn=128, vocab=96, batch=2, seq=8, causal=True)
 TIMES = ("time_us", "warm_us", "min_us")
 
 
@@ -85,6 +92,63 @@ def test_two_ranks_measure_every_collective_at_every_size(recorded: Path) -> Non
     assert set(frame.select("hardware", "nodes", "gpus").rows()) == {("cpu", 1, 2)}
 
 
+def test_a_collective_lasts_from_the_last_arrival_to_the_last_end() -> None:
+    rounds = [([1000, 9000], [5000, 12000]), ([4000, 8000], [7000, 15000])]  # starts and ends of two ranks, in ns
+    ranks = [[("broadcast", 1024, number, *times) for number in range(3)] for times in rounds]
+    frame = bench_ranks._frame(ranks, 2, "gloo")
+    assert frame["time_us"].to_list() == [4.5]  # 4 to 7 and 9 to 15 microseconds
+    assert frame.select("spread", "drift").row(0) == (0.0, 1.0)
+
+
+def test_a_row_is_the_median_of_its_rounds() -> None:
+    op, case = next(iter(cases(SMALL, 0, ("fp32",), ("gelu",))))
+    row = microbenchmark.Row(op, case)
+    row.times |= {"time_us": [4.0, 2.0, 3.0, 9.0, 3.0], "warm_us": [1.0, 2.0]}
+    values = row.values()
+    assert [values[c] for c in ("time_us", "warm_us", "fresh_us", "min_us")] == [3.0, 1.5, None, 2.0]
+    assert [values[c] for c in ("spread", "drift", "rounds")] == [pytest.approx(1 / 3, abs=1e-4), 0.75, 5]
+
+
+def test_a_call_of_a_known_length_is_measured_as_such() -> None:
+    def half_a_millisecond() -> None:
+        until = time.thread_time_ns() + 500_000
+        while time.thread_time_ns() < until:
+            pass
+
+    for state in ("time_us", "warm_us"):
+        assert Clock("cpu").least(half_a_millisecond, state) == pytest.approx(500, rel=0.1)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to give memory back")
+def test_fresh_memory_costs_its_pages() -> None:
+    import torch
+
+    with microbenchmark.quiet_process():
+        clock = Clock("cpu")
+        cost = {state: clock.least(lambda: torch.zeros(2**20), state) for state in ("time_us", "fresh_us")}
+    assert cost["fresh_us"] > 1.3 * cost["time_us"]
+
+
+def test_every_row_can_be_priced(recorded: Path) -> None:
+    kernels, _, _ = read_samples(recorded)
+    work = with_work(kernels)
+    assert work.select((pl.col("bytes") > 0).all()).item()
+
+
+def test_nothing_is_below_the_floor_of_the_sheet() -> None:
+    kernels, _, _ = read_samples(COMMITTED)
+    sheet = read_sheet(COMMITTED / "sheet.json", Gpu)
+    assert sheet == machine_sheet(kernels) or sheet.l2_bytes != machine_sheet(kernels).l2_bytes  # of another machine
+    products = kernels.filter(pl.col("op") == "gemm")
+    for dtype in ("fp32", "bf16"):
+        rate = products.filter(pl.col("dtype") == dtype).select(
+            (2e6 * pl.col("m") * pl.col("n") * pl.col("k") / pl.col("time_us")).max()
+        )
+        assert rate.item() <= sheet.peak(dtype)
+    with pytest.raises(CalibrationError, match="measure gemm and copy for longer"):
+        machine_sheet(kernels.filter(pl.col("op") == "gemm"))
+
+
 def test_the_grid_is_the_same_for_the_same_seed() -> None:
     first, again, other = (list(itertools.islice(models("cpu", 1e9, 2**20, seed), 8)) for seed in (0, 0, 1))
     assert first == again
@@ -107,8 +171,7 @@ def test_sizes_are_aligned_and_not() -> None:
 
 
 def test_the_gradients_of_a_layer_have_its_sizes_turned_round() -> None:
-    model = Model(heads=2, kv_heads=1, head_dim=16, ffn=128, vocab=96, batch=2, seq=8, causal=True)
-    shapes = sizes(model)
+    shapes = sizes(SMALL)
     for forward, by_input, by_weight in zip(shapes["linear"], shapes["dgrad"], shapes["wgrad"], strict=True):
         m, n, k = (forward[c] for c in "mnk")
         assert [by_input[c] for c in "mnk"] == [m, k, n]
@@ -116,11 +179,10 @@ def test_the_gradients_of_a_layer_have_its_sizes_turned_round() -> None:
 
 
 def test_other_number_formats_take_turns() -> None:
-    model = Model(heads=2, kv_heads=2, head_dim=16, ffn=128, vocab=96, batch=2, seq=8, causal=True)
     formats = ("fp32", "bf16", "fp8", "tf32")
-    seen = [{case.dtype for _, case in cases(model, number, formats, None)} for number in range(5)]
+    seen = [{case.dtype for _, case in cases(SMALL, number, formats, None)} for number in range(5)]
     assert seen == [{"fp32"}, {"fp32", "bf16"}, {"fp32", "fp8"}, {"fp32", "tf32"}, {"fp32"}]
-    assert {case.op for _, case in cases(model, 2, formats, None) if case.dtype == "fp8"} == {"gemm"}
+    assert {case.op for _, case in cases(SMALL, 2, formats, None) if case.dtype == "fp8"} == {"gemm"}
 
 
 def test_families_choose_what_is_measured() -> None:
@@ -154,10 +216,9 @@ def test_what_is_unknown_is_refused() -> None:
 
 
 def test_the_committed_samples_are_those_of_their_provenance() -> None:
-    folder = Path(__file__).parents[1] / "datasets" / "calibration-samples" / "cpu"
-    kernels, collectives, about = read_samples(folder)
+    kernels, collectives, about = read_samples(COMMITTED)
     assert collectives is not None
     assert set(kernels["op"]) == {op.op for op in OPS}
     assert set(collectives["gpus"]) == {2, 4}
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 300_000
+    assert sum(file.stat().st_size for file in COMMITTED.iterdir()) < 300_000
     assert "/" not in about["command"]

@@ -8,6 +8,7 @@ whose empty run is subtracted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,7 +101,7 @@ OPS: tuple[Op, ...] = (
     Op("lerp", "any", "parameter", "xx", lambda torch, c, x, y: x.lerp_(y, 0.1)),
     Op("addcmul", "any", "parameter", "xxx", lambda torch, c, x, y, z: x.addcmul_(y, z, value=1e-9)),
     Op("addcdiv", "any", "parameter", "xxx", lambda torch, c, x, y, z: x.addcdiv_(y, z, value=1e-9)),
-    Op("adamw", "any", "parameter", "xxxx1", _adamw),
+    Op("adamw", "any", "parameter", "xxxxt", _adamw),
     Op("adamw_foreach", "any", "parameter", "o", lambda torch, c, optimizer: optimizer.step()),
     Op("embedding_lookup", "fwd", "lookup", "ei", lambda torch, c, e, i: torch.embedding(e, i)),
     Op(
@@ -158,6 +159,14 @@ def _case(op: Op, dtype: str, number: int, model: Model, size: Sizes) -> Case:
     return Case(f"{number}:h{model.hidden}", op.op, dtype, op.pass_, op.kind, out_dtype=out, **size)  # type: ignore[arg-type]
 
 
+def _in_tf32(torch: Any, call: Call) -> object:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        return call()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
 class Tensors:
     """Makes the tensors of cases, of a pool of numbers between 0.1 and 1.1: no op meets a NaN or a denormal."""
 
@@ -165,7 +174,7 @@ class Tensors:
         import torch
 
         self.torch, self.device = torch, device
-        self._pool = torch.rand(2**16, generator=torch.Generator().manual_seed(0)).add_(0.1)
+        self._pool = torch.rand(2**16, generator=torch.Generator().manual_seed(0)).add_(0.1).to(device)
 
     def call(self, op: Op, case: Case) -> Call:
         """What is timed: the op on tensors of its own."""
@@ -173,6 +182,8 @@ class Tensors:
         if case.dtype == "fp8":
             a, b, one = made[0], made[1], torch.ones((), device=self.device)
             return lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+        if case.dtype == "tf32":
+            return lambda: _in_tf32(torch, lambda: op.call(torch, case, *made))
         if not op.differentiated:
             return lambda: op.call(torch, case, *made)
         wanted = [t.requires_grad_() for t, letter in zip(made, op.tensors, strict=True) if letter.isupper()]
@@ -186,6 +197,8 @@ class Tensors:
         torch, c = self.torch, case
         if letter == "i":
             return torch.randint(c.n or c.cols, (c.rows,), device=self.device)
+        if letter == "t":
+            return torch.ones((), device=self.device)
         if letter == "?":
             return torch.rand(c.rows, c.cols, device=self.device) > 0.1
         if letter == "o":
@@ -211,10 +224,11 @@ class Tensors:
     def new(self, case: Case, *shape: int | None) -> Tensor:
         """A tensor of the pool's numbers in the case's format."""
         torch = self.torch
-        n = 1
-        for size in shape:
-            n *= size or 0
-        flat = torch.empty(n, dtype=DTYPES[case.dtype](torch), device=self.device)
-        for start in range(0, n, len(self._pool)):
-            flat[start : start + len(self._pool)].copy_(self._pool[: n - start])
+        n = math.prod(size or 0 for size in shape)
+        flat, made = torch.empty(n, dtype=DTYPES[case.dtype](torch), device=self.device), min(n, len(self._pool))
+        flat[:made].copy_(self._pool[:made])
+        while made < n:  # twice as much each time
+            more = min(made, n - made)
+            flat[made : made + more].copy_(flat[:more])
+            made += more
         return flat.view([size or 0 for size in shape])

@@ -16,12 +16,10 @@ be seen. Of a round counts its least time, of the rounds the median; `spread` is
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import hashlib
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -31,104 +29,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from lumos_nb.costs.bench_ops import OPS, Call, Op, Tensors, cases
+from lumos_nb.config import Gpu
+from lumos_nb.costs.bench_clock import CALLS, STATES, Clock, l2_bytes
+from lumos_nb.costs.bench_ops import OPS, Op, Tensors, cases
 from lumos_nb.costs.bench_ranks import measure_collectives
 from lumos_nb.costs.bench_shapes import Case, models
 from lumos_nb.errors import CalibrationError, CaptureError, InputError, LumosError
 from lumos_nb.job import describe_machine
 
-__all__ = ["main", "measure_collectives", "measure_kernels", "read_samples", "record"]
+__all__ = ["machine_sheet", "main", "measure_collectives", "measure_kernels", "read_samples", "record"]
 
 ROUNDS = 5
 """So many fit in the budget, as far as the first one can tell; never fewer than three are measured."""
-CALLS = 3
-"""Of an op in one state and round, fewer if they take longer than `STATE_S`, never fewer than two."""
-STATE_S = 0.01
-STATES = ("time_us", "warm_us", "fresh_us")
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
-
-
-class Clock:
-    """Times calls on one device; the smallest of several, in microseconds."""
-
-    def __init__(self, device: str) -> None:
-        import torch
-
-        self.torch, self.device = torch, device
-        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else _l2_bytes()
-        self.flush_bytes = 2 * l2
-        self._allocator = Allocator()
-        self._scratch = torch.ones(self.flush_bytes // 4, device=device)
-        self.empty_us, self.autograd_us = 0.0, 0.0
-        self.empty_us = statistics.median(self.least(lambda: None, "warm_us") for _ in range(200))
-        x = torch.ones(1, device=device, requires_grad=True)
-        with torch.enable_grad():
-            out = x.view_as(x)
-        nothing = partial(torch.autograd.grad, out, [x], x.detach(), retain_graph=True)
-        self.autograd_us = (
-            statistics.median(self.least(nothing, "warm_us") for _ in range(50)) if device == "cpu" else 0
-        )
-
-        self.states = STATES if device == "cpu" and self._allocator.known else STATES[:2]
-
-    def least(self, call: Call, state: str) -> float:
-        """The shortest of some calls, less what an empty one takes."""
-        return min((self._cuda if self.device == "cuda" else self._cpu)(call, state)) - self.empty_us
-
-    def _prepare(self, state: str) -> None:
-        if state == "fresh_us":
-            self._allocator.give_back()
-        if state != "warm_us":
-            self._scratch.add_(1.0)
-
-    def _cpu(self, call: Call, state: str) -> list[float]:
-        took: list[float] = []
-        until = time.perf_counter() + STATE_S
-        while len(took) < CALLS and (len(took) < 2 or time.perf_counter() < until):
-            self._prepare(state)
-            start = time.thread_time_ns()
-            out = call()
-            took.append((time.thread_time_ns() - start) / 1e3)
-            del out  # outside: a training step frees it later
-        return took
-
-    def _cuda(self, call: Call, state: str) -> list[float]:
-        cuda: Any = self.torch.cuda
-        pairs = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in range(CALLS)]
-        for first, last in pairs:
-            cuda._sleep(400_000)  # cycles: the host gets ahead
-            self._prepare(state)
-            first.record()
-            call()
-            last.record()
-        cuda.synchronize()
-        return [first.elapsed_time(last) * 1e3 for first, last in pairs]
-
-
-def _l2_bytes() -> int:
-    names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
-    return (os.sysconf("SC_LEVEL2_CACHE_SIZE") if "SC_LEVEL2_CACHE_SIZE" in names else 0) or 2**21
-
-
-class Allocator:
-    """glibc's, told to keep what it gets, and, before a call, to give back every page that is free."""
-
-    def __init__(self) -> None:
-        self.known = platform.libc_ver()[0] == "glibc"
-        if self.known:
-            self._libc = ctypes.CDLL(None)
-            self._libc.mallopt(_MMAP_THRESHOLD, 2**25)
-            self._libc.mallopt(_TRIM_THRESHOLD, 2**30)
-
-    def give_back(self) -> None:
-        """Let what is allocated next be on pages that the operating system has yet to hand out."""
-        self._libc.malloc_trim(0)
+SHEET_S = 60.0
+"""From this budget on there are copies large enough for a data sheet."""
 
 
 @dataclass(slots=True)
@@ -145,7 +64,7 @@ class Row:
         call()  # once for what a first call does
         engine = clock.autograd_us if self.op.differentiated else 0.0
         for state in clock.states:
-            self.times[state].append(max(clock.least(call, state) - engine, 0.001))
+            self.times[state].append(max(clock.least(call, state) - engine, 0.001))  # 1 ns is the clock's resolution
 
     def values(self) -> dict[str, object]:
         """The row of the frame."""
@@ -184,7 +103,7 @@ def _check(device: str) -> None:
 
 
 @contextmanager
-def _quiet_process() -> Iterator[None]:
+def quiet_process() -> Iterator[None]:
     """One thread, no autograd unless asked, no garbage collection; as before afterwards."""
     import torch
 
@@ -238,7 +157,7 @@ def measure_kernels(
     if unknown := set(families or ()) - known:
         raise InputError(f"unknown families {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}.")
     _check(device)
-    with _quiet_process():
+    with quiet_process():
         rows = _measured(device, budget_s, tuple(families) if families else None, seed)
     about = describe_machine(device)
     how = "events" if device == "cuda" else "processor time of 1 thread"
@@ -283,6 +202,50 @@ def _source(about: dict[str, object]) -> str:
     return f"microbenchmark, {name}, torch {about['torch']}, {datetime.now(UTC):%Y-%m-%d}"
 
 
+def machine_sheet(kernels: pl.DataFrame) -> Gpu:
+    """A data sheet of one thread of this CPU, its rates the best that samples reached: nothing measured is below it.
+
+    Of `memory_bytes_per_s` it is bytes beyond those that L2 can hold, as a roofline counts them. Where the system does
+    not tell the clock rate it is 1 GHz; the sheet's source says which.
+
+    Raises
+    ------
+    CalibrationError
+        The samples have no product in fp32, or no copy of more bytes than L2 holds.
+    """
+    least_us = pl.min_horizontal("min_us", "warm_us")
+    products = kernels.filter(pl.col("op").is_in(["gemm", "bmm"])).group_by("dtype")
+    peaks = dict(
+        products.agg((2e6 * pl.col("batch") * pl.col("m") * pl.col("n") * pl.col("k") / least_us).max()).rows()
+    )
+    beyond_l2 = 8 * pl.col("rows") * pl.col("cols") - l2_bytes()
+    copies = kernels.filter((pl.col("op") == "copy") & (pl.col("dtype") == "fp32"))
+    bytes_per_s = copies.select((1e6 * beyond_l2 / least_us).max()).item() or 0.0
+    if "fp32" not in peaks or bytes_per_s <= 0:
+        raise CalibrationError(
+            "a sheet needs a product in fp32 and a copy beyond L2; measure gemm and copy for longer."
+        )
+    clock_hz = _clock_hz()
+    return Gpu(
+        name="cpu",
+        source=f"{kernels['source'][0]}; one thread; clock {'as the system says' if clock_hz else 'unknown'}",
+        cores=1,
+        clock_hz=clock_hz or 1e9,
+        memory_bytes=float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+        memory_bytes_per_s=bytes_per_s,
+        l2_bytes=float(l2_bytes()),
+        peak_flops=peaks,
+    )
+
+
+def _clock_hz() -> float | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    return next((1e6 * float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")), None)
+
+
 def profiler_overhead(calls: int = 300) -> dict[str, float]:
     """What a trace adds to an op: traced and bare durations, of an op and of one with three others inside."""
     import torch
@@ -294,7 +257,7 @@ def profiler_overhead(calls: int = 300) -> dict[str, float]:
         "aten::linear": lambda: torch.nn.functional.linear(x, w),
     }
     figures: dict[str, float] = {}
-    with _quiet_process():
+    with quiet_process():
         clock = Clock("cpu")
         for name, call in ops.items():
             bare = statistics.median(clock.least(call, "warm_us") for _ in range(calls))
@@ -309,7 +272,7 @@ def profiler_overhead(calls: int = 300) -> dict[str, float]:
 def record(
     device: str, out: Path, budget_s: float, seed: int = 0, world_sizes: Sequence[int] = (2, 4)
 ) -> dict[str, Any]:
-    """Measure kernels and collectives, write `kernels.parquet`, `collectives.parquet` and `provenance.json`.
+    """Measure kernels and collectives; write a table of each, `provenance.json`, and of a CPU `sheet.json`.
 
     Returns
     -------
@@ -347,6 +310,8 @@ def record(
             continue
         started, file = time.monotonic(), out / f"{name}.parquet"
         frame = measure()
+        if name == "kernels" and device == "cpu" and budget_s >= SHEET_S:
+            (out / "sheet.json").write_text(machine_sheet(frame).to_json() + "\n")
         frame.write_parquet(file, compression="zstd", compression_level=19)
         about[name] = {"rows": frame.height, "seconds": round(time.monotonic() - started, 1)} | _quality(frame)
         about[name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,97 @@
+"""Timing of a call on one device, in the states that `microbenchmark` describes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import statistics
+import time
+from functools import partial
+from typing import Any
+
+from lumos_nb.costs.bench_ops import Call
+
+CALLS = 3
+"""Of an op in one state and round; two if they take longer than `STATE_S`."""
+STATE_S = 0.01
+STATES = ("time_us", "warm_us", "fresh_us")
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
+
+
+class Clock:
+    """Times calls on one device; the smallest of several, in microseconds."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self.torch, self.device = torch, device
+        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else l2_bytes()
+        self.flush_bytes = 2 * l2
+        self._allocator = Allocator()
+        self._scratch = torch.ones(self.flush_bytes // 4, device=device)
+        self.empty_us, self.autograd_us = 0.0, 0.0
+        self.empty_us = statistics.median(self.least(lambda: None, "warm_us") for _ in range(200))
+        x = torch.ones(1, device=device, requires_grad=True)
+        with torch.enable_grad():
+            out = x.view_as(x)
+        nothing = partial(torch.autograd.grad, out, [x], x.detach(), retain_graph=True)
+        self.autograd_us = (
+            statistics.median(self.least(nothing, "warm_us") for _ in range(50)) if device == "cpu" else 0
+        )
+
+        self.states = STATES if device == "cpu" and self._allocator.known else STATES[:2]
+
+    def least(self, call: Call, state: str) -> float:
+        """The shortest of some calls, less what an empty one takes."""
+        return min((self._cuda if self.device == "cuda" else self._cpu)(call, state)) - self.empty_us
+
+    def _prepare(self, state: str) -> None:
+        if state == "fresh_us":
+            self._allocator.give_back()
+        if state != "warm_us":
+            self._scratch.add_(1.0)
+
+    def _cpu(self, call: Call, state: str) -> list[float]:
+        took: list[float] = []
+        until = time.perf_counter() + STATE_S
+        while len(took) < CALLS and (len(took) < 2 or time.perf_counter() < until):
+            self._prepare(state)
+            start = time.thread_time_ns()
+            out = call()
+            took.append((time.thread_time_ns() - start) / 1e3)
+            del out  # outside: a training step frees it later
+        return took
+
+    def _cuda(self, call: Call, state: str) -> list[float]:
+        cuda: Any = self.torch.cuda
+        pairs = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in range(CALLS)]
+        for first, last in pairs:
+            cuda._sleep(400_000)  # cycles: the host gets ahead
+            self._prepare(state)
+            first.record()
+            call()
+            last.record()
+        cuda.synchronize()
+        return [first.elapsed_time(last) * 1e3 for first, last in pairs]
+
+
+def l2_bytes() -> int:
+    """Of a core's second cache; 2 MiB where the system does not tell."""
+    names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
+    return (os.sysconf("SC_LEVEL2_CACHE_SIZE") if "SC_LEVEL2_CACHE_SIZE" in names else 0) or 2**21
+
+
+class Allocator:
+    """glibc's, told to keep what it gets, and, before a call, to give back every page that is free."""
+
+    def __init__(self) -> None:
+        self.known = platform.libc_ver()[0] == "glibc"
+        if self.known:
+            self._libc = ctypes.CDLL(None)
+            self._libc.mallopt(_MMAP_THRESHOLD, 2**25)
+            self._libc.mallopt(_TRIM_THRESHOLD, 2**30)
+
+    def give_back(self) -> None:
+        """Let what is allocated next be on pages that the operating system has yet to hand out."""
+        self._libc.malloc_trim(0)
