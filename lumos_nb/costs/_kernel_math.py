@@ -1,24 +1,27 @@
-"""Time of kernels on tiles and waves, one compiled loop for all families: `lumos_nb.costs.kernels` says what it means."""
+"""Time of kernels on tiles and waves, one compiled loop for all families; `costs/kernels.py` says what it means."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lumos_nb._jit import jit
+
+Floats = NDArray[np.float64]
 
 OWN = 6
 """Columns of the gradient before those of the tilings."""
 
 
 @jit("void(float64[:, ::1], float64[:, ::1], float64[::1], float64[::1], float64[:, ::1])")
-def busy_us(work, tiles, constants, out, gradient):
+def busy_us(work: Floats, tiles: Floats, constants: Floats, out: Floats, gradient: Floats) -> None:
     """Microseconds that each kernel keeps the GPU busy, without what launches it; `out` is filled.
 
     Columns of `work`: batch, m, n, k, us per unit of work on one core, us per clock cycle, cores, us of a byte at the
-    sheet's bandwidth, compulsory bytes, bytes of the L2. Columns of `tiles`: height and width (0: the whole n), splits of
-    k, cost per unit, cycles to begin and end one. `constants`: share of whole waves, cost of a partial result, cost of a
-    byte, cached share, share of the L2, exponent that joins the two, granule of k. `gradient`, if it has rows, becomes
-    that of the time's logarithm: by the first six constants (by the logarithms of all but the two shares), then for
+    sheet's bandwidth, compulsory bytes, bytes of the L2. Columns of `tiles`: height and width (0: the whole n), splits
+    of k, cost per unit, cycles to begin and end one. `constants`: share of whole waves, cost of a partial result, cost
+    of a byte, cached share, share of the L2, exponent that joins the two, granule of k. `gradient`, if it has rows,
+    becomes that of the logarithm of time: by the first six constants (logarithms of all but the two shares), then for
     each tiling by the logarithm of its cost, then of its cycles.
     """
     whole, partial, memory, cached, cache, power, granule = constants
@@ -36,7 +39,7 @@ def busy_us(work, tiles, constants, out, gradient):
             depth = np.ceil(k / (splits * granule)) * granule
             time = load * (height * width * depth * unit * cost + begin * cycle)
             if splits > 1.0:
-                time += partial * splits * batch * m * n * 8.0 * byte_us  # written and read as fp32
+                time += partial * splits * batch * m * n * 8.0 * byte_us  # as fp32, there and back
             option[c] = time
             best = min(best, time)
         total = 0.0  # a smooth minimum: the library's choice is near the best, not always the best

@@ -8,17 +8,30 @@ product. What `m`, `n` and `k` mean: the executed product (m x k)(k x n); where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import reduce
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from lumos_nb.errors import InputError, SchemaError
 
 ELEMENT_BYTES: Mapping[str, float] = {
-    **{"fp64": 8.0, "int64": 8.0, "fp32": 4.0, "tf32": 4.0, "int32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp16/bf16": 2.0},
-    **{"fp8": 1.0, "int8": 1.0, "uint8": 1.0, "bool": 1.0, "fp4": 0.5},
+    "fp64": 8.0,
+    "int64": 8.0,
+    "fp32": 4.0,
+    "tf32": 4.0,
+    "int32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "fp16/bf16": 2.0,
+    "fp8": 1.0,
+    "int8": 1.0,
+    "uint8": 1.0,
+    "bool": 1.0,
+    "fp4": 0.5,
 }
 """Bytes of one element by number format."""
 
@@ -41,27 +54,29 @@ class Traffic:
     row_write: float = 0.0
 
 
-_ONE = ("elementwise", "add_scalar", "sub_scalar", "mul_scalar", "div_scalar", "pow_scalar", "relu", "gelu", "silu")
-_ONE += ("tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "neg", "abs", "masked_fill", "where")
-_TWO = ("add", "sub", "mul", "div", "pow", "maximum", "minimum")
+_ONE = (
+    *("elementwise", "add_scalar", "sub_scalar", "mul_scalar", "div_scalar", "pow_scalar", "relu", "gelu", "silu"),
+    *("tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "neg", "abs", "masked_fill", "where"),
+)
+_TWO = ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "lerp")
 
 MOVES: Mapping[str, Traffic] = {
     **{op: Traffic("elementwise") for op in _ONE},
     **{op: Traffic("elementwise", read=2, back_read=3, back_write=2) for op in _TWO},
     "lerp": Traffic("elementwise", read=2, flops=3),
     **{op: Traffic("elementwise", read=3, flops=3) for op in ("addcmul", "addcdiv")},
-    **{op: Traffic("gated_activation", read=2, back_read=3, back_write=2, flops=6) for op in ("gated_activation", "act_mul")},
-    **{op: Traffic("norm", flops=8) for op in ("norm", "norm(rms/layer)", "layernorm", "rmsnorm")},
-    "batchnorm": Traffic("norm", flops=8),
+    **{op: Traffic("elementwise", read=3, flops=2) for op in ("addcmul", "addcdiv")},
+    **dict.fromkeys(
+        ("gated_activation", "act_mul"), Traffic("gated_activation", read=2, back_read=3, back_write=2, flops=6)
+    ),
+    **dict.fromkeys(("norm", "norm(rms/layer)", "layernorm", "rmsnorm", "batchnorm"), Traffic("norm", flops=8)),
     "softmax": Traffic("softmax", flops=5),
     "cross_entropy": Traffic("cross_entropy", write=0, back_read=1, flops=5, row_bytes=8, row_write=1),
     "nll_loss": Traffic("cross_entropy", read=0, write=0, back_read=0, flops=0, row_bytes=12),
     "dropout": Traffic("dropout", write=1, back_read=1, flops=2),
     "rope": Traffic("rope", back_read=1, flops=3),
     "embedding_lookup": Traffic("embedding_lookup", back_read=1, flops=0, row_bytes=8),
-    "optimizer": Traffic("optimizer", read=4, write=3, flops=12),
-    "adam": Traffic("optimizer", read=4, write=3, flops=12),
-    "adamw": Traffic("optimizer", read=4, write=3, flops=12),
+    **{op: Traffic("optimizer", read=4, write=3, flops=12) for op in ("optimizer", "adam", "adamw", "adamw_foreach")},
     "adamw_foreach": Traffic("optimizer", read=4, write=3, flops=12),
     "sgd": Traffic("optimizer", read=2, write=1, flops=2),
     "sgd_momentum": Traffic("optimizer", read=3, write=2, flops=4),
@@ -80,7 +95,9 @@ MOVES: Mapping[str, Traffic] = {
 
 PRODUCTS: Mapping[str, str] = {
     **dict.fromkeys(("gemm", "gemm_bias", "bmm", "grouped_gemm"), "gemm"),
-    **{"convolution": "convolution", "attention": "attention", "interaction": "interaction"},
+    "convolution": "convolution",
+    "attention": "attention",
+    "interaction": "interaction",
 }
 """Ops that multiply, and their families."""
 
@@ -94,10 +111,32 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
 
 PASSES = ("fwd", "bwd", "bwd_grad_act", "bwd_grad_w", "fwd+bwd", "any")
 
-_SHAPES = ("batch", "groups", "m", "n", "k", "rows", "cols", "seq_q", "seq_kv", "heads", "kv_heads", "head_dim")
-_NUMBERS = (*_SHAPES, "head_dim_v")
-_TEXTS = {"pass": "any", "trans": "NN", "out_dtype": None, "method": None}
+_NUMBERS = (
+    *("batch", "groups", "m", "n", "k", "rows", "cols", "seq_q", "seq_kv", "heads", "kv_heads", "head_dim"),
+    "head_dim_v",
+)
+_TEXTS: Mapping[str, str | None] = {"pass": "any", "trans": "", "out_dtype": None, "method": ""}
 _FLAGS = ("causal", "accumulate")
+
+RESULTS = ("flops", "bytes", "work_batch", "work_m", "work_n", "work_k", "work_scores", "work_masked")
+"""Columns that `with_work` computes from the sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one family: where they are in the frame, and their `kind`, `cols` and `RESULTS`."""
+
+    family: str
+    rows: NDArray[np.uint32]
+    sizes: pl.DataFrame
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kernel frame's work: what does not depend on sizes once for every kind of row, the rest by family."""
+
+    kinds: pl.DataFrame
+    parts: tuple[Part, ...]
 
 
 def with_work(frame: pl.DataFrame) -> pl.DataFrame:
@@ -111,10 +150,11 @@ def with_work(frame: pl.DataFrame) -> pl.DataFrame:
     Returns
     -------
     frame
-        The same rows with `family`, `format` (formats that are computed alike), `flops`, `bytes`, and what the model
-        reads: a product of `work_batch` matrices, `work_m` x `work_k` times `work_k` x `work_n`, of 2 FLOPs each (for
-        attention a row of m is a query, n its FLOPs / 2 for each key, `work_scores` how often a score is made or used,
-        `work_masked` the keys that the mask hides); for what moves data, `work_m` rows, `work_n` bytes each.
+        The same rows with `family`, `format` (formats that are computed alike), `implementation` (of attention:
+        `method` up to the first ";"), `flops`, `bytes`, and what the model reads: a product of `work_batch` matrices,
+        `work_m` x `work_k` times `work_k` x `work_n`, of 2 FLOPs each (for attention a row of m is a query, n its
+        FLOPs / 2 for each key, `work_scores` how often a score is made or used, `work_masked` the keys that the mask
+        hides); for what moves data, `work_m` rows, `work_n` bytes each.
 
     Raises
     ------
@@ -130,39 +170,51 @@ def with_work(frame: pl.DataFrame) -> pl.DataFrame:
     ...     "family", "flops", "bytes").row(0)
     ('gemm', 65536.0, 7168.0)
     """
+    work = work_of(frame)
+    kind = np.zeros(frame.height, dtype=np.uint32)
+    found = np.zeros((len(RESULTS), frame.height))
+    for part in work.parts:
+        kind[part.rows] = part.sizes["kind"].to_numpy()
+        for values, name in zip(found, RESULTS, strict=True):
+            values[part.rows] = part.sizes[name].to_numpy()
+    texts = work.kinds.select("family", "format", "implementation")[kind]
+    return frame.with_columns(*texts, *(pl.Series(name, values) for name, values in zip(RESULTS, found, strict=True)))
+
+
+def work_of(frame: pl.DataFrame) -> Work:
+    """The same as `with_work` in the form that the model reads: kinds of rows, and sizes by family.
+
+    Raises
+    ------
+    SchemaError, InputError
+        As `with_work`.
+    """
     if missing := [name for name in ("op", "dtype") if name not in frame.columns]:
         raise SchemaError(f"the kernel frame lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns)}.")
-    lean = _lean(frame)
-    _check(lean)
-    fallbacks = [
-        pl.col("batch", "groups").fill_null(1.0),
-        pl.col("seq_kv").fill_null(pl.col("seq_q")),
-        pl.col("kv_heads").fill_null(pl.col("heads")),
-        pl.col("head_dim_v").fill_null(pl.col("head_dim")),
-        pl.col("out_bytes").fill_null(pl.col("el_bytes")),
+    texts = [
+        _column(frame, name).cast(pl.String).fill_null(pl.lit(default, pl.String)) for name, default in _TEXTS.items()
     ]
-    parts = lean.with_columns(fallbacks).with_columns(_sizes()).with_columns(**_work())
-    return frame.with_columns(parts.select("family", "format", *_work()))
-
-
-def _lean(frame: pl.DataFrame) -> pl.DataFrame:
-    """The columns that formulas read, of one type each and all there, with the row of the op's table beside them."""
-    texts = [_column(frame, name).cast(pl.String).fill_null(pl.lit(default, pl.String)).alias(name) for name, default in _TEXTS.items()]
-    flags = [_flag(frame, name).alias(name) for name in _FLAGS]
-    numbers = [_column(frame, name).cast(pl.Float64).alias(name) for name in _NUMBERS]
-    lean = frame.select(pl.col("op", "dtype").cast(pl.String), *texts, *flags, *numbers)
-    families = {op: move.family for op, move in MOVES.items()} | dict(PRODUCTS)
-    traffic = pl.DataFrame([{"op": op} | _traffic(move) for op, move in MOVES.items()])
-    return lean.with_columns(
-        pl.col("op").replace_strict(families, default=None, return_dtype=pl.String).alias("family"),
-        pl.col("dtype").replace_strict(FORMATS, default=pl.col("dtype")).alias("format"),
-        pl.col("dtype").replace_strict(ELEMENT_BYTES, default=None, return_dtype=pl.Float64).alias("el_bytes"),
-        pl.col("out_dtype").replace_strict(ELEMENT_BYTES, default=None, return_dtype=pl.Float64).alias("out_bytes"),
-    ).join(traffic, on="op", how="left", maintain_order="left")
-
-
-def _traffic(move: Traffic) -> dict[str, float]:
-    return {name: float(getattr(move, name)) for name in Traffic.__dataclass_fields__ if name != "family"}
+    keyed = frame.select(pl.col("op", "dtype").cast(pl.String), *texts, *(_flag(frame, name) for name in _FLAGS))
+    kinds = _kinds(keyed.unique(maintain_order=True))
+    numbers = frame.select(_column(frame, name).cast(pl.Float64) for name in _NUMBERS)
+    needed = kinds.select([*keyed.columns, "kind", "family"])
+    of_row = keyed.join(needed, on=keyed.columns, how="left", nulls_equal=True, maintain_order="left")
+    rows = numbers.with_columns(of_row.select("kind", "family")).with_row_index("row")
+    _check_kinds(kinds, of_row["kind"])
+    parts = []
+    for family in kinds["family"].unique(maintain_order=True):
+        chosen = rows if kinds["family"].n_unique() == 1 else rows.filter(pl.col("family") == family)
+        _check_sizes(family, chosen, kinds)
+        of_kind = kinds.select("kind", *_FACTORS)
+        chosen = chosen.join(of_kind, on="kind", how="left", maintain_order="left").with_columns(
+            pl.col("batch", "groups", "cols").fill_null(1.0),
+            pl.col("seq_kv").fill_null(pl.col("seq_q")),
+            pl.col("kv_heads").fill_null(pl.col("heads")),
+            pl.col("head_dim_v").fill_null(pl.col("head_dim")),
+        )
+        sizes = chosen.with_columns(**_SHAPES.get(family, {})).select("kind", "cols", **_WORK.get(family, _MOVED))
+        parts.append(Part(family, chosen["row"].to_numpy(), sizes))
+    return Work(kinds, tuple(parts))
 
 
 def _column(frame: pl.DataFrame, name: str) -> pl.Expr:
@@ -177,31 +229,83 @@ def _flag(frame: pl.DataFrame, name: str) -> pl.Expr:
     return column.cast(pl.Boolean).fill_null(False)
 
 
-def _check(lean: pl.DataFrame) -> None:
-    """Raise InputError for the first row that cannot be priced."""
-    ops = ", ".join([*PRODUCTS, *MOVES])
-    problems: list[tuple[pl.Expr, str, str]] = [
-        (pl.col("family").is_null(), "op", f"is not one of {ops}"),
-        (pl.col("el_bytes").is_null(), "dtype", f"is not one of {', '.join(ELEMENT_BYTES)}"),
-        (~pl.col("pass").is_in(PASSES), "pass", f"is not one of {', '.join(PASSES)}"),
-        (pl.col("out_dtype").is_not_null() & pl.col("out_bytes").is_null(), "out_dtype", "is no known format"),
+_FACTORS = (
+    *("causal", "accumulate", "el_bytes", "out_bytes", "act", "weight", "products", "passes", "scores", "bias"),
+    *("col_bytes", "fixed_bytes", "op_flops"),
+)
+"""Columns of a kind that formulas read."""
+
+
+def _kinds(kinds: pl.DataFrame) -> pl.DataFrame:
+    """What op, format, pass and flags say, before any size."""
+    families = {op: move.family for op, move in MOVES.items()} | dict(PRODUCTS)
+    traffic = pl.DataFrame([{"op": op} | asdict(move) for op, move in MOVES.items()]).drop("family")
+    act, weight, back, both = (pl.col("pass") == name for name in ("bwd_grad_act", "bwd_grad_w", "bwd", "fwd+bwd"))
+    any_back = act | weight | back
+
+    def by_pass(forward: pl.Expr, backward: pl.Expr) -> pl.Expr:
+        return pl.when(any_back).then(backward).when(both).then(forward + backward).otherwise(forward)
+
+    one = pl.lit(1.0)
+    size = [
+        pl.col(name).replace_strict(ELEMENT_BYTES, default=None, return_dtype=pl.Float64)
+        for name in ("dtype", "out_dtype")
     ]
-    for family in lean["family"].drop_nulls().unique().sort():
-        of_family = pl.col("family") == family
-        for name in NEEDS.get(family, ("rows", "cols")):
-            bad = of_family & ~(pl.col(name) > 0).fill_null(False)
-            problems.append((bad, name, "is needed by this op, as a positive number"))
-    wrong = lean.select(bad.fill_null(True).any().alias(str(i)) for i, (bad, _, _) in enumerate(problems))
-    for i, (bad, name, reason) in enumerate(problems):
-        if wrong.item(0, str(i)):
-            row = lean.with_row_index("row").filter(bad.fill_null(True)).row(0, named=True)
-            raise InputError(f"kernel frame, row {row['row']} (op {row['op']!r}): {name} is {row[name]!r}; it {reason}.")
-
-
-def _by_family(chosen: Mapping[str, pl.Expr], otherwise: pl.Expr) -> pl.Expr:
-    return reduce(
-        lambda rest, one: pl.when(pl.col("family") == one[0]).then(one[1]).otherwise(rest), chosen.items(), otherwise
+    return (
+        kinds.with_row_index("kind")
+        .with_columns(
+            family=pl.col("op").replace_strict(families, default=None, return_dtype=pl.String),
+            format=pl.col("dtype").replace_strict(FORMATS, default=pl.col("dtype")),
+            el_bytes=size[0],
+            out_bytes=pl.when(pl.col("out_dtype").is_null()).then(size[0]).otherwise(size[1]),
+            act=act,
+            weight=weight,
+            products=pl.when(back).then(2.0).when(both).then(3.0).otherwise(1.0),  # both gradients, or one
+            passes=by_pass(one, 2.5 * one),  # products of attention, of which backward makes the scores anew
+            scores=by_pass(one, 2.0 * one),
+            bias=(pl.col("op") == "gemm_bias").cast(pl.Float64),
+        )
+        .join(traffic, on="op", how="left", maintain_order="left")
+        .with_columns(
+            implementation=pl.when(pl.col("family") == "attention")
+            .then(pl.col("method").str.split(";").list.first())
+            .otherwise(pl.lit("")),
+            col_bytes=by_pass(pl.col("read"), pl.col("back_read")) * pl.col("el_bytes")
+            + by_pass(pl.col("write"), pl.col("back_write")) * pl.col("out_bytes"),
+            fixed_bytes=pl.col("row_bytes") + pl.col("row_write") * pl.col("out_bytes"),
+            op_flops=pl.col("flops").cast(pl.Float64),
+        )
     )
+
+
+def _check_kinds(kinds: pl.DataFrame, of_row: pl.Series) -> None:
+    """Raise InputError for the first kind of row that no formula is for."""
+    problems = {
+        "op": (pl.col("family").is_null(), (*PRODUCTS, *MOVES)),
+        "dtype": (pl.col("el_bytes").is_null(), ELEMENT_BYTES),
+        "pass": (~pl.col("pass").is_in(PASSES), PASSES),
+        "out_dtype": (pl.col("out_bytes").is_null(), ELEMENT_BYTES),
+    }
+    for name, (bad, known) in problems.items():
+        if (wrong := kinds.filter(bad)).height:
+            first = wrong.row(0, named=True)
+            raise InputError(
+                f"kernel frame, row {of_row.index_of(first['kind'])} (op {first['op']!r}): {name} is {first[name]!r}; "
+                f"known: {', '.join(known)}."
+            )
+
+
+def _check_sizes(family: str, rows: pl.DataFrame, kinds: pl.DataFrame) -> None:
+    """Raise InputError for the first row of a family that lacks a size."""
+    for name in NEEDS.get(family, ("rows", "cols")):
+        column = rows[name]
+        if column.null_count() or not (column > 0).all():
+            row = rows.filter(~(pl.col(name) > 0).fill_null(False)).row(0, named=True)
+            op = kinds["op"][row["kind"]]
+            raise InputError(
+                f"kernel frame, row {row['row']} (op {op!r}): {name} is {row[name]!r}; "
+                "this op needs it as a positive number."
+            )
 
 
 def _col(*names: str) -> pl.Expr:
@@ -209,88 +313,78 @@ def _col(*names: str) -> pl.Expr:
     return reduce(lambda a, b: a * b, (pl.col(name) for name in names))
 
 
-def _sizes() -> list[pl.Expr]:
-    """Sizes that more than one formula needs: of a gradient's product, of causal attention, of both passes."""
-    act, weight, backward = (pl.col("pass") == name for name in ("bwd_grad_act", "bwd_grad_w", "bwd"))
-    both = pl.col("pass") == "fwd+bwd"
-    swapped = {
-        # the gradient by the activations is (m x n)(n x k), that by the weights (n x m)(m x k)
-        "work_m": pl.when(weight).then("n").otherwise("m"),
-        "work_n": pl.when(act | weight).then("k").otherwise("n"),
-        "work_k": pl.when(act).then("n").when(weight).then("m").otherwise("k"),
-    }
-    # A query sees the keys up to its own, the last query all of them; without a mask it sees every key.
-    queries, keys = pl.col("seq_q"), pl.col("seq_kv")
-    seen = pl.when(queries <= keys).then(keys - (queries - 1) / 2).otherwise(keys * (keys + 1) / (2 * queries))
-    back = act | weight | backward
-    total = [
-        (pl.when(back).then(f"back_{way}").when(both).then(pl.col(way) + pl.col(f"back_{way}")).otherwise(way)).alias(
-            f"total_{way}"
+_zero = pl.lit(0.0)
+_queries, _keys = pl.col("seq_q"), pl.col("seq_kv")
+_widths = pl.col("head_dim") + pl.col("head_dim_v")
+_pairs = _col("batch", "rows") * (pl.col("rows") - 1.0) / 2.0
+# A query sees the keys up to its own, the last query all of them; without a mask it sees every key.
+_seen = pl.when(_queries <= _keys).then(_keys - (_queries - 1) / 2).otherwise(_keys * (_keys + 1) / (2 * _queries))
+
+_SWAPPED = {
+    # the gradient by the activations is (m x n)(n x k), that by the weights (n x m)(m x k)
+    "x": pl.when("weight").then("n").otherwise("m"),
+    "y": pl.when(pl.col("act") | pl.col("weight")).then("k").otherwise("n"),
+    "z": pl.when("act").then("n").when("weight").then("m").otherwise("k"),
+    "count": _col("batch", "groups"),
+}
+_SHAPES: Mapping[str, Mapping[str, pl.Expr]] = {
+    "gemm": _SWAPPED,
+    "convolution": _SWAPPED,
+    "attention": {"seen": pl.when("causal").then(_seen).otherwise(_keys)},
+}
+"""Sizes that several formulas of a family need."""
+
+_PRODUCT = {
+    "flops": 2.0 * _col("count", "m", "n", "k", "products"),
+    "work_batch": pl.col("count"),
+    "work_m": pl.col("x"),
+    "work_n": _col("y", "products"),
+    "work_k": pl.col("z"),
+    "work_scores": _zero,
+    "work_masked": _zero,
+}
+_MOVED = {
+    "flops": _col("rows", "cols", "op_flops"),
+    "bytes": pl.col("rows") * (_col("cols", "col_bytes") + pl.col("fixed_bytes")),
+    "work_batch": pl.lit(1.0),
+    "work_m": pl.col("rows"),
+    "work_n": _col("cols", "col_bytes") + pl.col("fixed_bytes"),
+    "work_k": pl.lit(1.0),
+    "work_scores": _zero,
+    "work_masked": _zero,
+}
+_joint_bytes = pl.col("products") * (_col("el_bytes", "batch", "rows", "cols") + pl.col("out_bytes") * _pairs)
+_WORK: Mapping[str, Mapping[str, pl.Expr]] = {
+    "gemm": _PRODUCT
+    | {
+        "bytes": pl.col("products")
+        * (
+            pl.col("el_bytes") * (pl.col("count") * (_col("x", "z") + _col("z", "y")) + _col("bias", "n"))
+            + _col("out_bytes", "count", "x", "y") * (1.0 + pl.col("accumulate").cast(pl.Float64))
         )
-        for way in ("read", "write")
-    ]
-    return [
-        *(expression.alias(name) for name, expression in swapped.items()),
-        pl.when("causal").then(seen).otherwise(keys).alias("keys"),
-        *total,
-        pl.when(both).then(3.0).when(backward).then(2.0).otherwise(1.0).alias("products"),  # both gradients at once
-        pl.when(both).then(3.5).when(back).then(2.5).otherwise(1.0).alias("attention_products"),
-        pl.when(both).then(3.0).when(back).then(2.0).otherwise(1.0).alias("attention_tensors"),
-    ]
-
-
-_moved: Callable[[], pl.Expr] = lambda: (  # noqa: E731
-    (pl.col("total_read") * pl.col("el_bytes") + pl.col("total_write") * pl.col("out_bytes")) * pl.col("cols")
-    + pl.col("row_bytes")
-    + pl.col("row_write") * pl.col("out_bytes")
-)
-
-
-def _work() -> dict[str, pl.Expr]:
-    """FLOPs, bytes and the product that the model reads, by family."""
-    element, out, count = pl.col("el_bytes"), pl.col("out_bytes"), _col("batch", "groups")
-    written = out * _col("work_m", "work_n") * (1.0 + pl.col("accumulate").cast(pl.Float64))
-    read = element * (_col("work_m", "work_k") + _col("work_k", "work_n"))
-    bias = pl.when(pl.col("op") == "gemm_bias").then(element * pl.col("n")).otherwise(0.0)
-    widths = pl.col("head_dim") + pl.col("head_dim_v")
-    queries = _col("heads", "seq_q") * widths  # queries and what is put out; backward reads and writes their gradients
-    keys = _col("kv_heads", "seq_kv") * widths
-    pairs = _col("batch", "rows") * (pl.col("rows") - 1.0) / 2.0
-    flops = {
-        "gemm": 2.0 * count * _col("m", "n", "k", "products"),
-        "convolution": 2.0 * count * _col("m", "n", "k", "products"),
-        "attention": 2.0 * _col("batch", "heads", "seq_q", "keys", "attention_products") * widths,
-        "interaction": 2.0 * pairs * _col("cols", "products"),
-    }
-    size = {
-        "gemm": pl.col("products") * (count * (read + written) + bias),
-        "convolution": pl.col("products") * (element * (_col("rows", "cols") + count * _col("n", "k")) + count * out * _col("m", "n")),
-        "attention": element * _col("batch", "attention_tensors") * (queries + keys),
-        "interaction": pl.col("products") * (element * _col("batch", "rows", "cols") + out * pairs),
-    }
-    return {
-        "flops": _by_family(flops, _col("rows", "cols", "flops")),
-        "bytes": _by_family(size, pl.col("rows") * _moved()),
-        "work_batch": _by_family(
-            {"gemm": count, "convolution": count, "attention": _col("batch", "heads"), "interaction": pl.lit(1.0)},
-            pl.lit(1.0),
-        ),
-        "work_m": _by_family(
-            {"gemm": pl.col("work_m"), "convolution": pl.col("work_m"), "attention": pl.col("seq_q"), "interaction": pl.col("batch")},
-            pl.col("rows"),
-        ),
-        "work_n": _by_family(
-            {
-                "gemm": _col("work_n", "products"),
-                "convolution": _col("work_n", "products"),
-                "attention": widths * pl.col("attention_products"),
-                "interaction": size["interaction"] / pl.col("batch"),
-            },
-            _moved(),
-        ),
-        "work_k": _by_family(
-            {"gemm": pl.col("work_k"), "convolution": pl.col("work_k"), "attention": pl.col("keys")}, pl.lit(1.0)
-        ),
-        "work_scores": _by_family({"attention": pl.col("attention_tensors")}, pl.lit(0.0)),
-        "work_masked": _by_family({"attention": pl.col("seq_kv") - pl.col("keys")}, pl.lit(0.0)),
-    }
+    },
+    "convolution": _PRODUCT
+    | {
+        "bytes": pl.col("products")
+        * (pl.col("el_bytes") * (_col("rows", "cols") + _col("count", "n", "k")) + _col("out_bytes", "count", "m", "n"))
+    },
+    "attention": {
+        "flops": 2.0 * _col("batch", "heads", "seq_q", "seen", "passes") * _widths,
+        # queries, keys, values and what is put out; backward reads them and writes as many gradients
+        "bytes": _col("el_bytes", "batch", "scores") * _widths * (_col("heads", "seq_q") + _col("kv_heads", "seq_kv")),
+        "work_batch": _col("batch", "heads"),
+        "work_m": _queries,
+        "work_n": _widths * pl.col("passes"),
+        "work_k": pl.col("seen"),
+        "work_scores": pl.col("scores"),
+        "work_masked": _keys - pl.col("seen"),
+    },
+    "interaction": _MOVED
+    | {
+        "flops": 2.0 * _pairs * _col("cols", "products"),
+        "bytes": _joint_bytes,
+        "work_m": pl.col("batch"),
+        "work_n": _joint_bytes / pl.col("batch"),
+    },
+}
+"""Formulas by family; one that is not here moves data (`MOVES`)."""
