@@ -10,10 +10,14 @@ import numpy as np
 import polars as pl
 import pytest
 
+from lumos_nb import datasets
 from lumos_nb.config import Fabric, find_fabric
 from lumos_nb.costs.collective_plans import BUS_FACTOR, Constants
-from lumos_nb.costs.collectives import CollectiveModel, fit_collectives
+from lumos_nb.costs.collectives import CollectiveModel, collective_samples, fit_collectives, priceable
 from lumos_nb.errors import CalibrationError, InputError, SchemaError
+from lumos_nb.graph import build_graph
+from lumos_nb.ops import build_ops
+from lumos_nb.traces.run import load_run
 
 SIZES = 2 ** np.arange(10, 35)
 COLLECTIVES = tuple(BUS_FACTOR)
@@ -131,8 +135,7 @@ def test_what_was_measured_is_told_from_what_is_transferred() -> None:
 
 def test_intervals_come_from_sweeps_that_the_fit_had_not_seen() -> None:
     model = fit_collectives(measured_by(DEFAULT, sweeps(ONE_NODE), noise=0.1), folds=3)
-    assert model.band is not None
-    assert model.band.groups == len(COLLECTIVES)
+    assert sum(band.groups for band in model.bands.values()) == len(COLLECTIVES)
     priced = model.predict(sweep("all_gather"))
     assert (priced["low_us"] < priced["dur_us"]).all()
     assert (priced["dur_us"] < priced["high_us"]).all()
@@ -161,6 +164,34 @@ def test_what_cannot_be_priced_says_what_to_do(change: dict[str, object], error:
     row = {**ONE_NODE, "collective": "all_reduce", "size_bytes": 1 << 20, **change}
     with pytest.raises(error, match=words):
         DEFAULT.predict(pl.DataFrame(row))
+
+
+def test_samples_of_a_step_last_from_the_last_arrival_to_the_last_end() -> None:
+    run = load_run(datasets.path("gpt-tp"))
+    graph = build_graph(run)
+    samples = collective_samples(graph, "cpu", "loopback", gpus_per_node=2)
+    comm = build_ops(run.events).filter((pl.col("kind") == "comm") & (pl.col("step") == samples["step"][0]))
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    truth = comm.group_by("group", "comm_seq").agg(us=(end_ns.max() - pl.col("start_ns").max()) / 1e3)
+    assert sorted(samples["time_us"]) == pytest.approx(sorted(truth["us"]), rel=0.02)  # clocks are aligned by 3 us
+    assert samples.select("gpus", "nodes", "collective").unique().rows() == [(2, 1, "all_reduce")]
+    assert (samples["size_bytes"] > 0).all()
+    assert fit_collectives(samples).predict(samples)["basis"].unique().to_list() == ["measured"]
+
+
+def test_a_message_of_a_step_is_timed_between_its_two_ranks() -> None:
+    samples = collective_samples(build_graph(load_run(datasets.path("gpt-pp"))), "cpu", "loopback", gpus_per_node=1)
+    assert samples.select("gpus", "nodes", "collective").unique().rows() == [(2, 2, "send_recv")]
+
+
+def test_a_graph_of_one_rank_has_no_collective_to_measure() -> None:
+    with pytest.raises(InputError, match="record every rank"):
+        collective_samples(build_graph(load_run(datasets.path("gpt-single"))), "cpu", "loopback", 1)
+
+
+def test_rows_without_sheets_can_be_told_beforehand() -> None:
+    rows = pl.concat([sweep("all_reduce"), sweep("all_reduce", {**TWO_NODES, "interconnect": "not stated"})])
+    assert priceable(rows).to_list() == [True] * len(SIZES) + [False] * len(SIZES)
 
 
 def test_a_missing_column_is_named() -> None:

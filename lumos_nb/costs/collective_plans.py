@@ -14,10 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos_nb.config import Fabric
-
-Floats = NDArray[np.float64]
-Rows = NDArray[np.int64]
+from lumos_nb.costs.collective_tiers import Floats, Layout, Rows
 
 BUS_FACTOR: Mapping[str, Callable[[Floats], Floats]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -131,29 +128,6 @@ PLANS: Mapping[str, Callable[[Floats, Floats, Floats], list[Plan]]] = {
     "send_recv": _send_recv,
 }
 """Collective -> its algorithms, from the numbers of GPUs, of GPUs a node and of nodes."""
-
-
-class Layout(NamedTuple):
-    """Where each row's group lies, and the sheets of its two tiers; one tier alone is `near`, with `nodes` of 1."""
-
-    n: Floats
-    g: Floats
-    nodes: Floats
-    near: Rows  # positions in `sheets`
-    far: Rows
-    sheets: tuple[Fabric, ...]
-
-    def take(self, rows: Rows) -> Layout:
-        """The same for some rows."""
-        return Layout(self.n[rows], self.g[rows], self.nodes[rows], self.near[rows], self.far[rows], self.sheets)
-
-    def tiers(self) -> tuple[list[str], Rows]:
-        """Names of the tiers that rows use, and which of them each row does."""
-        code = np.where(self.nodes > 1, self.far + 1, 0) + self.near * (len(self.sheets) + 1)
-        used, of_row = np.unique(code, return_inverse=True)
-        pairs = [divmod(int(one), len(self.sheets) + 1) for one in used]
-        names = [self.sheets[near].name + (f" + {self.sheets[far - 1].name}" if far else "") for near, far in pairs]
-        return names, of_row
 
 
 class Case(NamedTuple):

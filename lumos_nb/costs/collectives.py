@@ -11,37 +11,34 @@ samples has the shared ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
 import msgspec
 import numpy as np
 import polars as pl
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.optimize import least_squares
 from scipy.sparse import csr_matrix, identity, vstack
 
-from lumos_nb.config import Fabric, fabrics, names_of, same_name
+from lumos_nb.config import Fabric, fabrics
 from lumos_nb.costs.collective_plans import (
     BUS_FACTOR,
     HOST_TIMED,
     PLANS,
     Case,
     Constants,
-    Floats,
-    Layout,
-    Rows,
     fastest,
     time_us,
 )
+from lumos_nb.costs.collective_tiers import REQUEST, Floats, Layout, Rows, kinds, layout_of, priceable
 from lumos_nb.costs.intervals import Band
-from lumos_nb.errors import CalibrationError, InputError, SchemaError
+from lumos_nb.errors import CalibrationError, InputError
+from lumos_nb.graph import Graph
+from lumos_nb.schema import require
 
-REQUEST = ("hardware", "interconnect", "nodes", "gpus", "collective", "size_bytes")
-"""Columns of a request. `interconnect` is the outermost tier that a group uses; `hardware` names its node's fabric.
-`size_bytes` as in nccl-tests: an all-gather's whole output, a reduce-scatter's whole input, one rank's whole send
-buffer of an all-to-all."""
+__all__ = ["CollectiveModel", "collective_samples", "fit_collectives", "priceable"]
 
 SHARES = ("ring", "tree", "switch", "pair", "network", "power", "far_power")
 """Constants between 0 and 1, fitted by the logarithm of their odds; the others by their own."""
@@ -60,6 +57,8 @@ NOISE = 0.1
 """Scatter of a measured time, in log, that a fit takes for granted."""
 SWEEP_ROWS = 10
 """How many independent rows a sweep counts for: neighbouring sizes err together."""
+BAND_BINS = 3
+"""How often the width of an interval may change over sizes: there are no more than twenty sweeps of a basis."""
 SWEEP = ("source", "hardware", "interconnect", "nodes", "gpus", "collective", "notes")
 """Columns that tell one sweep over sizes from another; those that a frame has."""
 
@@ -79,13 +78,13 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class CollectiveModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Constants of every fabric with samples and those of the others, and what the samples covered.
 
-    `fit_collectives` makes one; `band` is its interval, from sweeps that the fit had not seen.
+    `fit_collectives` makes one; `bands` are its intervals by basis, from sweeps that the fit had not seen.
     """
 
     shared: Constants
     links: dict[str, Constants]
     seen: tuple[Seen, ...]
-    band: Band | None = None
+    bands: dict[str, Band] = {}
 
     def predict(self, frame: pl.DataFrame, extra: Iterable[Fabric] = ()) -> pl.DataFrame:
         """Price collectives.
@@ -100,7 +99,7 @@ class CollectiveModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Returns
         -------
         frame
-            The same rows and `dur_us`, `busbw_gbs`; `low_us` and `high_us` where the model has a band; `basis`
+            The same rows and `dur_us`, `busbw_gbs`; `low_us` and `high_us` where the model has bands; `basis`
             ("measured": this collective on these tiers; "transferred": another on them; else "data sheet") and
             `out_of_range`: GPUs or bytes beyond what was measured on these tiers, or nothing was.
 
@@ -116,16 +115,15 @@ class CollectiveModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         >>> row = {"hardware": "H100-SXM-80GB", "interconnect": "InfiniBand NDR 400", "nodes": 4, "gpus": 32}
         >>> model.predict(pl.DataFrame({**row, "collective": "all_gather", "size_bytes": 1 << 28}))  # doctest: +SKIP
         """
-        layout = _layout(frame, [*extra, *fabrics()])
+        layout = layout_of(frame, [*extra, *fabrics()])
         cases = _cases(frame, layout)
         dur_us = fastest(cases, frame.height, self._constants(layout.sheets))
         factor = np.empty(frame.height)
         for case in cases:
             factor[case.rows] = BUS_FACTOR[frame["collective"][int(case.rows[0])]](case.layout.n)
         columns = {"dur_us": dur_us, "busbw_gbs": frame["size_bytes"].to_numpy() / dur_us / 1e3 * factor}
-        if self.band is not None:
-            columns["low_us"], columns["high_us"] = self.band.around(dur_us, np.log(dur_us))
-        return frame.with_columns(**columns).with_columns(self._covered(frame, layout, cases))
+        priced = frame.with_columns(**columns).with_columns(self._covered(frame, layout, cases))
+        return with_interval(priced, self.bands) if self.bands else priced
 
     def predict_uneven(
         self, sent_bytes: ArrayLike, hardware: str, interconnect: str, nodes: int = 1, extra: Iterable[Fabric] = ()
@@ -159,7 +157,7 @@ class CollectiveModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         flat, n = sent.reshape(-1, *sent.shape[-2:]), sent.shape[-1]
         about = {"hardware": hardware, "interconnect": interconnect, "nodes": nodes, "gpus": n}
         request = pl.DataFrame({**about, "collective": "all_to_all", "size_bytes": np.ones(len(flat))})
-        layout = _layout(request, [*extra, *fabrics()])
+        layout = layout_of(request, [*extra, *fabrics()])
         if not len(flat):
             return np.zeros(sent.shape[:-2])
         (case,) = _cases(request, layout)
@@ -209,68 +207,8 @@ def _busiest(sent: Floats) -> Floats:
     return most
 
 
-def _kinds(*columns: pl.Series) -> tuple[Rows, Rows]:
-    """The row where each distinct combination of values first stands, and which of them each row has."""
-    code = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        value = column.cast(pl.String).cast(pl.Categorical).to_physical().cast(pl.Int64).fill_null(-1).to_numpy() + 1
-        code = code * (value.max(initial=0) + 1) + value
-    _, first, kind = np.unique(code, return_index=True, return_inverse=True)
-    return first, kind
-
-
-def _layout(frame: pl.DataFrame, sheets: list[Fabric]) -> Layout:
-    if missing := [column for column in REQUEST if column not in frame.columns]:
-        raise SchemaError(
-            f"the collective table lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns) or 'none'}."
-        )
-    n, nodes = (frame[column].cast(pl.Float64).to_numpy() for column in ("gpus", "nodes"))
-    _refuse(
-        ~((n >= 2) & (nodes >= 1) & (n % np.where(nodes >= 1, nodes, 1) == 0)),
-        frame,
-        "of two GPUs or more a node count divides",
-    )
-    _refuse(~(frame["size_bytes"].cast(pl.Float64).to_numpy() >= 0), frame, "with size_bytes of 0 or more")
-    asked = frame.select("hardware", "interconnect", several=pl.col("nodes") > 1)
-    first, kind = _kinds(*asked.get_columns())
-    found = [_tiers(row[0], row[1], row[2], sheets) for row in asked[first].rows()]
-    used = tuple(dict.fromkeys(chain.from_iterable(found)))
-    near, far = (np.array([used.index(tiers[i]) for tiers in found], dtype=np.int64)[kind] for i in (0, 1))
-    most = np.array([sheet.max_gpus or np.inf for sheet in used])[near]
-    split = (nodes > 1) | (n > most)
-    _refuse(split & (nodes == 1) & (near == far), frame, "that one node's fabric joins (max_gpus of its sheet)")
-    group = np.where(split, np.minimum(n / nodes, most), n)
-    return Layout(n, group, n / group, near, far, used)
-
-
-def _refuse(bad: NDArray[np.bool_], frame: pl.DataFrame, wanted: str) -> None:
-    if bad.any():
-        row = int(bad.argmax())
-        given = ", ".join(f"{name}={value!r}" for name, value in frame.select(REQUEST).row(row, named=True).items())
-        raise InputError(f"collective frame, row {row}: no group {wanted}: {given}. Correct the row or leave it out.")
-
-
-def _tiers(hardware: str, interconnect: str, several: bool, sheets: list[Fabric]) -> tuple[Fabric, Fabric]:
-    """The sheets inside a node and beyond it: the hardware's own, and what `interconnect` names (for this hardware)."""
-    inside = _sheet(hardware, sheets)
-    beyond = _sheet(f"{interconnect}: {hardware}", sheets) or _sheet(interconnect, sheets)
-    if beyond is None or (several and inside is None):
-        name, what = (interconnect, "") if beyond is None else (hardware, ", for the tier inside its nodes")
-        raise InputError(
-            f"no data sheet of a fabric is called {name!r}{what}; there are: {', '.join(s.name for s in sheets)}. "
-            f"Write one, Fabric(name={name!r}, source=..., bytes_per_s=..., latency_us=...), and pass it as extra."
-        )
-    if inside is None or not (several or (inside.max_gpus or np.inf) < (beyond.max_gpus or np.inf)):
-        return beyond, beyond
-    return inside, beyond
-
-
-def _sheet(name: str | None, sheets: list[Fabric]) -> Fabric | None:
-    return next((sheet for sheet in sheets if any(same_name(str(name), other) for other in names_of(sheet))), None)
-
-
 def _cases(frame: pl.DataFrame, layout: Layout) -> list[Case]:
-    first, kind = _kinds(frame["collective"])
+    first, kind = kinds(frame["collective"])
     names = frame["collective"].gather(first).to_list()
     for row, name in zip(first, names, strict=True):
         if name not in PLANS:
@@ -287,6 +225,69 @@ def _cases(frame: pl.DataFrame, layout: Layout) -> list[Case]:
         part = layout.take(rows)
         cases.append(Case(rows, size[rows], hosted[rows], part, PLANS[name](part.n, part.g, part.nodes)))
     return cases
+
+
+def collective_samples(graph: Graph, hardware: str, interconnect: str, gpus_per_node: int) -> pl.DataFrame:
+    """Collectives that a step's graph measured, from the last rank's arrival to the last rank's end.
+
+    Parameters
+    ----------
+    graph
+        Of `build_graph`: a collective's transfer comes after the join of all its ranks.
+    hardware, interconnect
+        What the ranks are and what the outermost tier between them is, in the names of sheets.
+    gpus_per_node
+        Ranks of a node, which follow one another.
+
+    Returns
+    -------
+    frame
+        A sample a collective: `REQUEST`, `dtype`, `time_us`, `source`, `method`, `step`. What lacks a rank's trace or a
+        size is left out, and so is what `PLANS` does not know; a message is timed to its receiver's end.
+
+    Raises
+    ------
+    InputError
+        `graph` is no graph, or none of its collectives has all ranks and a size.
+
+    Examples
+    --------
+    >>> graph = ln.build_graph(ln.load_run(ln.datasets.path("gpt-ddp")))                     # doctest: +SKIP
+    >>> collective_samples(graph, "cpu", "loopback", 2)                                      # doctest: +SKIP
+    """
+    require(graph, "edges")
+    joins = graph.ops.filter(pl.col("kind") == "join").select(join="op_id", arrived_ns="start_ns")
+    transfers = graph.ops.filter((pl.col("kind") == "comm") & (pl.col("collective") != "send"))
+    message = pl.col("collective") == "recv"
+    found = (
+        graph.edges.select(join="src", op_id="dst")
+        .join(joins, on="join")
+        .join(transfers, on="op_id")
+        .group_by("join", maintain_order=True)
+        .agg(
+            pl.col("step", "dtype").first(),
+            collective=pl.when(message).then(pl.lit("send_recv")).otherwise("collective").first(),
+            nodes=(pl.concat_list("rank", pl.when(message).then("peer").otherwise("rank")) // gpus_per_node)
+            .explode()
+            .n_unique()
+            .cast(pl.Int64),
+            gpus=pl.when(message).then(2).otherwise("group_size").max().cast(pl.Int64),
+            ranks=pl.when(message).then(2).otherwise(pl.col("rank").n_unique()).max(),
+            size_bytes=pl.col("comm_bytes").max(),
+            time_us=((pl.col("start_ns") + pl.col("dur_ns")).max() - pl.col("arrived_ns").first()) / 1e3,
+        )
+        .filter((pl.col("ranks") == pl.col("gpus")) & pl.col("size_bytes").is_not_null() & (pl.col("time_us") > 0))
+        .filter(pl.col("collective").is_in(list(PLANS)))
+    )
+    if found.is_empty():
+        raise InputError(
+            "no collective of this graph has the traces of all its ranks and a size: record every rank, with a torch "
+            "that writes 'In msg nelems' (2.3 and later) or with lumos_nb's recorder."
+        )
+    about = {"hardware": hardware, "interconnect": interconnect, "source": "trace", "method": "after the last arrival"}
+    return found.with_columns(pl.lit(text).alias(name) for name, text in about.items()).select(
+        *REQUEST, "dtype", "time_us", "source", "method", "step"
+    )
 
 
 def fit_collectives(samples: pl.DataFrame, extra: Iterable[Fabric] = (), *, folds: int = 0) -> CollectiveModel:
@@ -322,7 +323,7 @@ def fit_collectives(samples: pl.DataFrame, extra: Iterable[Fabric] = (), *, fold
             "a fit of collectives needs rows with time_us above 0: measure a sweep over sizes of each collective, with "
             "nccl-tests or lumos_nb.costs.microbenchmark.measure_collectives."
         )
-    layout = _layout(samples, [*extra, *fabrics()])
+    layout = layout_of(samples, [*extra, *fabrics()])
     fitted = _least_error(_cases(samples, layout), times, _sweeps(samples), layout)
     shared, *links = [Constants(**dict(zip(Constants.__struct_fields__, row, strict=True))) for row in fitted.tolist()]
     names, code = layout.tiers()
@@ -342,24 +343,51 @@ def fit_collectives(samples: pl.DataFrame, extra: Iterable[Fabric] = (), *, fold
         shared=shared,
         links={sheet.name: link for sheet, link in zip(layout.sheets, links, strict=True)},
         seen=tuple(msgspec.convert(row, Seen) for row in seen.to_dicts()),
-        band=_band(samples, extra, folds) if folds else None,
+        bands=bands_of(_unseen(samples, list(extra), folds)) if folds else {},
     )
 
 
 def _sweeps(samples: pl.DataFrame) -> Rows:
     """[rows]: number of the sweep that a row is of."""
-    return _kinds(*(samples[column] for column in SWEEP if column in samples.columns))[1]
+    return kinds(*(samples[column] for column in SWEEP if column in samples.columns))[1]
 
 
-def _band(samples: pl.DataFrame, extra: Iterable[Fabric], folds: int) -> Band:
-    """The interval from sweeps that are predicted by fits without them."""
-    sweep = _sweeps(samples)
-    guess = np.empty(samples.height)
+def _unseen(samples: pl.DataFrame, extra: list[Fabric], folds: int) -> pl.DataFrame:
+    """The samples with their `sweep`, priced by fits without it: the sweeps are left out in so many parts."""
+    samples = samples.with_columns(sweep=_sweeps(samples))
+    parts = []
     for fold in range(folds):
-        held = sweep % folds == fold
-        model = fit_collectives(samples.filter(~held), extra)
-        guess[held] = model.predict(samples.filter(held), extra)["dur_us"].to_numpy()
-    return Band.fitted(np.log(samples["time_us"].to_numpy() / guess), np.log(guess), sweep)
+        held = pl.col("sweep") % folds == fold
+        if (rest := samples.filter(~held)).height and (part := samples.filter(held)).height:
+            parts.append(fit_collectives(rest, extra).predict(part, extra))
+    if not parts:
+        raise CalibrationError("an interval needs two sweeps or more: measure another collective or number of GPUs.")
+    return pl.concat(parts)
+
+
+def bands_of(unseen: pl.DataFrame) -> dict[str, Band]:
+    """Intervals by basis, from rows with `time_us`, `sweep` and the `dur_us` and `basis` of a fit without the sweep."""
+    bands = {}
+    for (basis,), part in unseen.group_by("basis"):
+        residual = (part["time_us"] / part["dur_us"]).log().to_numpy()
+        bands[str(basis)] = Band.fitted(residual, _log_size(part), part["sweep"].to_numpy(), bins=BAND_BINS)
+    return bands
+
+
+def _log_size(frame: pl.DataFrame) -> Floats:
+    return np.log(np.maximum(frame["size_bytes"].cast(pl.Float64).to_numpy(), 1.0))
+
+
+def with_interval(priced: pl.DataFrame, bands: Mapping[str, Band]) -> pl.DataFrame:
+    """Add `low_us` and `high_us` to rows with `dur_us` and `basis`; a basis without a band has that of a worse one."""
+    dur_us = priced["dur_us"].to_numpy()
+    low_us, high_us, log_size = np.empty_like(dur_us), np.empty_like(dur_us), _log_size(priced)
+    for at, basis in enumerate(BASES):
+        rows = (priced["basis"] == basis).to_numpy()
+        if rows.any():
+            band = next(bands[name] for name in (*BASES[at:], *reversed(BASES[:at])) if name in bands)
+            low_us[rows], high_us[rows] = band.around(dur_us[rows], log_size[rows])
+    return priced.with_columns(low_us=low_us, high_us=high_us)
 
 
 _IS_SHARE = np.array([name in SHARES for name in Constants.__struct_fields__])
