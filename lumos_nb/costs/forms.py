@@ -54,7 +54,7 @@ def _constants(names: str, **others: Prior) -> dict[str, Prior]:
 
 _STREAM = Form(_constants("launch_cycles memory cached cache"))
 _ROWS = Form(
-    _constants("launch_cycles cached cache power begin_cycles whole", cost=(1.0, 0.5), memory=(1.3, 0.5)),
+    _constants("launch_cycles cached cache power whole", cost=(1.0, 0.5), memory=(1.3, 0.5), begin_cycles=(500, 1.5)),
     tiles=((1, 0),),
     bends=(64, 256, 1024, 4096, 16384),
 )
@@ -92,6 +92,9 @@ def form_of(family: str, implementation: str) -> Form:
     return _UNFUSED if "unfused" in implementation else FORMS.get(family, _STREAM)
 
 
-TILE_SIGMA, BEND_SIGMA, LEVEL_SIGMA, SCATTER = 0.15, 0.4, 0.15, 0.07
+TILE_SIGMA, BEND_SIGMA, LEVEL_SIGMA, GPU_SIGMA = 0.15, 0.4, 0.15, 0.05
+"""How far the factor of a tile, of a width of rows, of an op, pass or layout, and of a GPU may be from none, in log."""
+SCATTER = 0.07
+"""What a sample usually departs from a good fit, in log."""
 COMPUTED = ("gemm", "convolution", "attention")
 """Families whose tiles are bound by the peak rate; the others' by the bandwidth."""

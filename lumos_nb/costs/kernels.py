@@ -26,7 +26,17 @@ from scipy.optimize import least_squares
 
 from lumos_nb.config import Gpu, find_gpu
 from lumos_nb.costs._kernel_math import OWN, busy_us
-from lumos_nb.costs.forms import BEND_SIGMA, COMPUTED, LEVEL_SIGMA, PRIORS, SCATTER, TILE_SIGMA, Form, form_of
+from lumos_nb.costs.forms import (
+    BEND_SIGMA,
+    COMPUTED,
+    GPU_SIGMA,
+    LEVEL_SIGMA,
+    PRIORS,
+    SCATTER,
+    TILE_SIGMA,
+    Form,
+    form_of,
+)
 from lumos_nb.costs.intervals import Band
 from lumos_nb.costs.work import Part, with_work, work_of
 from lumos_nb.errors import CalibrationError, InputError, SchemaError
@@ -37,7 +47,8 @@ Floats = NDArray[np.float64]
 CELL = ("family", "format", "implementation")
 """What has constants of its own."""
 LEVELS = ("op", "pass", "trans")
-"""Columns of which every value has a slowdown of its own, pulled towards none."""
+"""Columns of which every value has a slowdown of its own, pulled towards none. So has every GPU of a fit on
+several, for what its sheet does not say; an unseen value has none."""
 _ROWS_A_CELL = 2500
 """Rows that a cell is fitted on, the GPUs in equal parts: more add time, not knowledge (there are 30 constants)."""
 
@@ -180,7 +191,9 @@ class _Sample:
             work[:, column] = size[name]
         work[:, 4], work[:, 8] = unit[kind], size["bytes"]
         work[:, [5, 6, 7, 9]] = 1e6 / gpu.clock_hz, gpu.cores, byte_us, gpu.l2_bytes
-        levels = kinds.select(pl.format(name + "={}", pl.col(name)).alias(name) for name in LEVELS)
+        levels = kinds.select(
+            *(pl.format(name + "={}", pl.col(name)).alias(name) for name in LEVELS), gpu=pl.lit(f"gpu={gpu.name}")
+        )
         return cls(work, size["work_scores"], size["work_masked"], size["cols"], floor, kind.astype(np.int64), levels)
 
     @classmethod
@@ -202,7 +215,9 @@ class _Curve:
         values, spread = zip(*form.constants.values(), strict=True)
         counts = (len(form.tiles), len(form.bends), len(self.levels))
         self.prior = np.concatenate([np.log(values), np.zeros(sum(counts))])
-        self.sigma = np.concatenate([spread, np.repeat([TILE_SIGMA, BEND_SIGMA, LEVEL_SIGMA], counts)])
+        level_sigma = [GPU_SIGMA if name.startswith("gpu=") else LEVEL_SIGMA for name in self.levels]
+        shared = np.repeat([TILE_SIGMA, BEND_SIGMA], counts[:2])
+        self.sigma = np.concatenate([spread, shared, level_sigma])
         self.table = np.array(form.options(), dtype=np.float64).reshape(-1, 3)
         height, width = self.table[:, 0], self.table[:, 1]
         self.edge = np.where(width == 0.0, 0.0, 64.0 / height + 64.0 / np.maximum(width, 1.0))
@@ -219,7 +234,9 @@ class _Curve:
         return {
             "constants": {name: float(np.exp(x)) for name, x in zip(self.form.constants, logs, strict=True)},
             "tiles": {f"{h}x{w or 'n'}": float(np.exp(x)) for (h, w), x in zip(self.form.tiles, tiles, strict=True)},
-            "bends": {str(width): x for width, x in zip(self.form.bends, bends, strict=True)},
+            "bends": {
+                str(width): x for width, x in zip(self.form.bends, np.maximum.accumulate(bends).tolist(), strict=True)
+            },
             "levels": dict(zip(self.levels, levels, strict=True)),
         }
 
@@ -251,8 +268,9 @@ class _Curve:
         busy, raw = np.empty(len(work)), np.empty((len(work) if slope else 0, OWN + 2 * count))
         busy_us(work, tilings, np.array(scalars), busy, raw)
         busy *= np.exp(np.append(levels, 0.0)[codes].sum(axis=1))[sample.kind]
+        rising = np.maximum.accumulate(bends)  # a wider row never takes less time
         if self.form.bends:
-            busy *= np.exp(np.interp(np.log(sample.cols), np.log(self.form.bends), bends))
+            busy *= np.exp(np.interp(np.log(sample.cols), np.log(self.form.bends), rising))
         time = busy + value["launch_cycles"] * work[:, 5]
         if not slope:
             return np.log(time), raw
@@ -279,12 +297,16 @@ class _Curve:
         for code in codes.T:
             by_level[np.arange(len(codes)), code] = 1.0
         columns = np.column_stack([of[name] for name in self.form.constants])
-        return np.log(time), np.hstack([columns, by_tile, self._hats(sample.cols), by_level[sample.kind, :-1]]) * share
+        return np.log(time), np.hstack(
+            [columns, by_tile, self._hats(sample.cols, bends), by_level[sample.kind, :-1]]
+        ) * share
 
-    def _hats(self, cols: Floats) -> Floats:
-        """Weights of the bends: linear in the logarithm of a row's width between two."""
-        knots, place = np.log(self.form.bends), np.log(cols)
-        return np.array([np.interp(place, knots, one) for one in np.eye(len(knots))]).reshape(-1, len(cols)).T
+    def _hats(self, cols: Floats, bends: Floats) -> Floats:
+        """The gradient by the bends: each row's width lies between two, of which the greatest so far counts."""
+        knots, place, rising = np.log(self.form.bends), np.log(cols), np.maximum.accumulate(bends)
+        weights = np.array([np.interp(place, knots, one) for one in np.eye(len(knots))]).reshape(-1, len(cols)).T
+        leads: Floats = weights @ (np.arange(len(bends)) == np.searchsorted(rising, rising)[:, None])
+        return leads
 
 
 def fit_kernels(
