@@ -130,7 +130,7 @@ def network(train: pl.DataFrame) -> Predictor:
     rate = torch.optim.lr_scheduler.OneCycleLR(adam, max_lr=5e-3, total_steps=steps)
     for batch in torch.randint(len(x), (steps, min(256, len(x)))):
         adam.zero_grad()
-        torch.nn.functional.smooth_l1_loss(model(x[batch])[:, 0], y[batch], beta=0.3).backward()
+        torch.nn.functional.smooth_l1_loss(model(x[batch])[:, 0], y[batch], beta=0.3).backward()  # type: ignore[no-untyped-call]
         adam.step()
         rate.step()
 
@@ -138,7 +138,7 @@ def network(train: pl.DataFrame) -> Predictor:
     def predict(frame: pl.DataFrame) -> Floats:
         inside = torch.tensor((table(frame) - centre) / scale, dtype=torch.float32).clamp(-5, 5)
         ratio = middle + spread * model(inside)[:, 0].numpy().astype(float)
-        return roofline_us(frame) * np.exp(ratio)
+        return np.asarray(roofline_us(frame) * np.exp(ratio))
 
     return predict
 

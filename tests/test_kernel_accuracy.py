@@ -131,7 +131,7 @@ def test_a_mean_over_splits_weighs_splits_alike():
     row = accuracy.summary(pl.concat([large, small]), "family").row(0, named=True)
     assert row["mean"] == pytest.approx(20)
     assert row["splits"] == 2
-    assert row["worst_mean"] == pytest.approx(30)
+    assert row["worst"] == pytest.approx(30)
 
 
 def test_parts_and_rows_above_20_us_are_shown_apart():
@@ -206,6 +206,7 @@ def test_rows_say_where_the_tree_is_better():
     assert mean.value == pytest.approx(6.5)
     assert mean.baseline_value == pytest.approx(6)
     assert mean.met
+    assert "worst 9.0 % on A40, b" in mean.note
     assert "the tree is better on 1, by most (3.0 points) on A40, b" in mean.note
     assert found[f"kernels/{family}, all, median"].met is False
     assert found[f"kernels/{family}, A40, mean"].value == pytest.approx(6.5)
