@@ -375,7 +375,8 @@ def bands_of(unseen: pl.DataFrame) -> dict[str, Band]:
 
 
 def _log_size(frame: pl.DataFrame) -> Floats:
-    return np.log(np.maximum(frame["size_bytes"].cast(pl.Float64).to_numpy(), 1.0))
+    size: Floats = frame["size_bytes"].cast(pl.Float64).to_numpy()
+    return np.log(np.maximum(size, 1.0))
 
 
 def with_interval(priced: pl.DataFrame, bands: Mapping[str, Band]) -> pl.DataFrame:
