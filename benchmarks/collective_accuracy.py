@@ -183,12 +183,10 @@ def _interval_rows(rows: pl.DataFrame) -> Iterator[Row]:
     """What the intervals cover of sweeps that neither fit nor band had seen, every sweep weighing the same."""
     inside = pl.col("time_us").is_between("low_us", "high_us")
     for row in errors(rows, "basis").iter_rows(named=True):
-        sweeps = rows.filter(pl.col("basis") == row["basis"]).group_by("sweep").agg(100 * inside.mean().alias("inside"))
-        note = (
-            f"{sweeps.height} sweeps, {row['rows']} rows of which {row['coverage']:.0f} %; {row['width']:.0f} % wide "
-        )
-        note += f"(median {row['width_median']:.0f}); one factor for all that covers as many rows "
-        note += f"{row['width_constant']:.0f} % wide"
+        sweeps = rows.filter(pl.col("basis") == row["basis"]).group_by("sweep").agg(inside=100 * inside.mean())
+        note = f"{sweeps.height} sweeps, {row['rows']} rows of which {row['coverage']:.0f} %; "
+        note += f"{row['width']:.0f} % wide (median {row['width_median']:.0f}); one factor for all that covers as many "
+        note += f"rows {row['width_constant']:.0f} % wide"
         yield Row(f"collectives/interval, {row['basis']}", _mean(sweeps["inside"]), "% covered", note=note)
 
 
