@@ -12,7 +12,7 @@ import pytest
 
 from lumos_nb import datasets
 from lumos_nb.config import Fabric, find_fabric
-from lumos_nb.costs.collective_plans import BUS_FACTOR, Constants
+from lumos_nb.costs.collective_plans import BUS_FACTOR, CHANNELS, Constants
 from lumos_nb.costs.collectives import CollectiveModel, collective_samples, fit_collectives, priceable
 from lumos_nb.errors import CalibrationError, InputError, SchemaError
 from lumos_nb.graph import build_graph
@@ -93,6 +93,22 @@ def test_large_collectives_take_half_the_time_on_a_fabric_twice_as_fast(collecti
     frame = sweep(collective, {**ONE_NODE, "hardware": "any", "interconnect": "mine", "gpus": 2})
     slow, fast = (DEFAULT.predict(frame, extra=[sheet])["dur_us"][-1] for sheet in (mine, twice))
     assert slow / fast == pytest.approx(2.0, rel=0.03)
+
+
+def test_only_switches_that_add_make_an_all_reduce_faster() -> None:
+    adds = Fabric(name="mine", source="a test", bytes_per_s=400e9, latency_us=3.0, max_gpus=8, reduces=True)
+    frame = sweep("all_reduce", {**ONE_NODE, "hardware": "any", "interconnect": "mine"})
+    with_them = DEFAULT.predict(frame, extra=[adds])["dur_us"].to_numpy()
+    without = DEFAULT.predict(frame, extra=[msgspec.structs.replace(adds, reduces=False)])["dur_us"].to_numpy()
+    assert (with_them <= without).all()
+    assert with_them[-1] < 0.9 * without[-1]
+
+
+def test_a_message_to_one_peer_has_its_share_of_the_channels_until_it_is_large() -> None:
+    sent = DEFAULT.predict(sweep("send_recv")).filter(pl.col("size_bytes").is_in([1 << 26, 1 << 29]))
+    share = Constants().channel_bytes_per_s * CHANNELS / 8
+    assert sent["dur_us"][0] == pytest.approx((1 << 26) / share * 1e6, rel=0.05)
+    assert sent["busbw_gbs"][1] > 3 * share / 1e9
 
 
 @pytest.mark.parametrize("layout", [ONE_NODE, TWO_NODES], ids=["one node", "two nodes"])
