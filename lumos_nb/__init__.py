@@ -10,6 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lumos_nb.config import Fabric as Fabric
+    from lumos_nb.config import Gpu as Gpu
+    from lumos_nb.config import find_fabric as find_fabric
+    from lumos_nb.config import find_gpu as find_gpu
+    from lumos_nb.costs.calibration import Calibration as Calibration
+    from lumos_nb.costs.calibration import load_calibration as load_calibration
+    from lumos_nb.costs.fitting import calibrate as calibrate
+    from lumos_nb.costs.overheads import overheads as overheads
+    from lumos_nb.costs.samples import kernel_samples as kernel_samples
     from lumos_nb.critical_path import Result as Result
     from lumos_nb.critical_path import replay as replay
     from lumos_nb.critical_path import sweep as sweep
@@ -63,6 +72,11 @@ _MODULES = {
     "lumos_nb.findings": ("exposed_communication", "waits_for"),
     "lumos_nb.resampling": ("jitter", "step_interval"),
     "lumos_nb.symmetry": ("fill_ranks",),
+    "lumos_nb.config": ("Fabric", "Gpu", "find_fabric", "find_gpu"),
+    "lumos_nb.costs.calibration": ("Calibration", "load_calibration"),
+    "lumos_nb.costs.fitting": ("calibrate",),
+    "lumos_nb.costs.overheads": ("overheads",),
+    "lumos_nb.costs.samples": ("kernel_samples",),
     "lumos_nb.ledger": ("check_prediction", "read_ledger", "save_prediction"),
     "lumos_nb.report": ("step_report",),
     "lumos_nb.recorder": ("Recorder", "capture"),

@@ -1,0 +1,67 @@
+"""Fit the bundled calibrations: what others measured (`measured/`) and what this package measured (`calibration-samples/`).
+
+    python datasets/make_calibrations.py
+
+A quarter of an hour on two cores. Writes `calibrations/*.json` and prints, for each, what is measured and how well.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import Executor, ProcessPoolExecutor
+from pathlib import Path
+
+import msgspec
+import polars as pl
+
+from lumos_nb import datasets
+from lumos_nb.config import find_gpu
+from lumos_nb.costs.calibration import Calibration
+from lumos_nb.costs.collectives import fit_collectives
+from lumos_nb.costs.fitting import fit_generic, fit_gpu
+from lumos_nb.costs.microbenchmark import read_samples
+from lumos_nb.errors import CalibrationError
+
+HERE = Path(__file__).parent
+OUT = HERE / "calibrations"
+OWN = "this package, MIT"
+
+
+def main() -> int:
+    """Fit and write all of them."""
+    OUT.mkdir(exist_ok=True)
+    with ProcessPoolExecutor(2) as executor:
+        samples = datasets.load("measured-kernels")
+        collectives = fit_collectives(datasets.load("measured-collectives"))
+        generic = msgspec.structs.replace(fit_generic(samples, executor=executor), collectives=collectives)
+        write(generic)
+        named = {name: find_gpu(name) for name in samples["gpu"].unique()}
+        for sheet in sorted({*named.values()}, key=lambda gpu: gpu.name):
+            mine = samples.filter(pl.col("gpu").is_in([name for name, gpu in named.items() if gpu == sheet]))
+            write(fit_gpu(sheet, mine, generic.for_gpu(sheet), executor=executor))
+        for folder in sorted((HERE / "calibration-samples").iterdir()):
+            write(own(folder, generic, executor))
+    return 0
+
+
+def own(folder: Path, generic: Calibration, executor: Executor) -> Calibration:
+    """The calibration of a machine whose samples the package recorded."""
+    kernels, collectives, about = read_samples(folder)
+    sheet = about.sheet
+    made = fit_gpu(sheet, kernels.with_columns(licence=pl.lit(OWN)), generic.for_gpu(sheet), executor=executor)
+    return made if collectives is None else msgspec.structs.replace(made, collectives=fit_collectives(collectives))
+
+
+def write(made: Calibration) -> None:
+    """Save one and say what it is worth."""
+    file = made.save(OUT / f"{made.name}.json")
+    print(f"{time.strftime('%H:%M:%S')} {file.name}: {file.stat().st_size:,} bytes")
+    print(made, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except CalibrationError as error:
+        sys.exit(str(error))

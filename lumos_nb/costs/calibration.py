@@ -1,0 +1,294 @@
+"""A calibration: what prices one GPU's work, in one readable JSON file, with how far each part is to be trusted.
+
+What was measured on the GPU itself is fitted on its own samples; what was measured on other GPUs only is fitted on
+those and *transferred* by the data sheets; what nobody measured is priced by the *data sheet* and the constants that
+hold before any sample. Every interval comes from samples that the fit had not seen: whole groups of shapes of this GPU,
+whole GPUs for what is transferred, and all measured kernels for what is priced by the sheet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal, Self
+
+import msgspec
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from lumos_nb import datasets
+from lumos_nb.config import Gpu, find_gpu, names_of, same_name
+from lumos_nb.costs.collectives import CollectiveModel
+from lumos_nb.costs.heldout import Score
+from lumos_nb.costs.intervals import Band
+from lumos_nb.costs.kernels import KernelModel, prior_cell
+from lumos_nb.costs.overheads import Overheads
+from lumos_nb.costs.work import with_work
+from lumos_nb.display import html_table, text_table
+from lumos_nb.errors import CalibrationError, InputError
+
+VERSION = 1
+"""Of the file's layout. A file of another version is refused: numbers under old names are worse than none."""
+
+GENERIC = "generic"
+"""Name of the calibration that was fitted on all GPUs together; it prices a GPU that has a sheet and no samples."""
+
+Basis = Literal["measured", "transferred", "data sheet"]
+
+REGION = ("work_batch", "work_m", "work_n", "work_k", "bytes")
+"""Columns of `with_work` whose least and greatest value say where a class was measured."""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rows that something was fitted on; `sha256` is that of their values, as `digest` makes it."""
+
+    source: str
+    licence: str
+    gpu: str
+    rows: int
+    sha256: str
+
+
+class Covered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One class of kernels: which cell prices it, on what basis, and over which sizes that was measured."""
+
+    cell: str
+    passes: str
+    basis: Basis
+    rows: int = 0
+    region: dict[str, tuple[float, float]] = {}
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Costs of one GPU and of collectives over any fabric with a sheet. `load_calibration` reads one.
+
+    Attributes
+    ----------
+    gpu
+        The data sheet that all kernel constants are relative to.
+    kernels
+        The fitted cells; each has the band of its own held-out groups.
+    covered
+        The coverage matrix: a row for every class of kernels.
+    bands
+        Intervals of what a cell was not measured for, by basis.
+    held_out
+        Errors of every cell on groups that its fit had not seen.
+    sources
+        What was fitted on.
+    collectives, overheads
+        Costs of collectives and of the host, where they were measured.
+    """
+
+    version: int
+    name: str
+    gpu: Gpu
+    kernels: KernelModel
+    covered: tuple[Covered, ...]
+    bands: dict[str, Band]
+    held_out: tuple[Score, ...]
+    sources: tuple[Source, ...]
+    collectives: CollectiveModel | None = None
+    overheads: Overheads | None = None
+
+    def predict_kernels(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Price kernels on this GPU.
+
+        Parameters
+        ----------
+        frame
+            A kernel frame: `op`, `dtype`, sizes (see `lumos_nb.costs.work`), or an op table with requests
+            (`lumos_nb.costs.samples.with_requests`). A column `gpu` must name this GPU in every row.
+
+        Returns
+        -------
+        frame
+            The same rows and `cell`, `floor_us` (the roofline), `dur_us`, `low_us` and `high_us` (nominal 90 %),
+            `basis` ("measured", "transferred" or "data sheet") and `out_of_range`: a size outside what was measured.
+
+        Raises
+        ------
+        InputError
+            A row is of another GPU, has an unknown op, or lacks a size.
+        CalibrationError
+            Nothing prices a row; the message says what to measure.
+
+        Examples
+        --------
+        >>> cal = load_calibration("H100-SXM-80GB")
+        >>> rows = pl.DataFrame({"op": "gemm", "dtype": "bf16", "pass": "fwd", "m": [4096], "n": [4096], "k": [4096]})
+        >>> cal.predict_kernels(rows)["basis"].to_list()
+        ['measured']
+        """
+        self._check_gpu(frame)
+        work = with_work(frame)
+        priced = self._completed(work).predict(frame, self.gpu)
+        known = {(c.cell, c.passes): i for i, c in enumerate(self.covered)}
+        kinds = priced.select("cell", passes=pass_of(frame))
+        pairs = kinds.unique()
+        pairs = pairs.with_columns(number=pl.Series([known.get(pair, len(known)) for pair in pairs.rows()]))
+        number = kinds.join(pairs, on=["cell", "passes"], how="left", maintain_order="left")["number"].to_numpy()
+        return self._stated(priced, work, number)
+
+    def _completed(self, work: pl.DataFrame) -> KernelModel:
+        """The cells, and one at its priors for every family and format of some rows that has none."""
+        there = {(cell.family, cell.format) for cell in self.kernels.cells}
+        asked = work.select("family", "format").unique().sort("family", "format").rows()
+        return KernelModel(cells=(*self.kernels.cells, *(prior_cell(*kind) for kind in asked if kind not in there)))
+
+    def _stated(self, priced: pl.DataFrame, work: pl.DataFrame, number: NDArray[np.int64]) -> pl.DataFrame:
+        """Basis, range and interval; `number` is a row's place in `covered`, or the one behind its end for none.
+
+        What a fitted cell was not measured for (another pass) has the interval of what is transferred.
+        """
+        fitted = priced["cell"].is_in([cell.key for cell in self.kernels.cells])
+        bases = pl.Series([*(c.basis for c in self.covered), "transferred"]).gather(number)
+        basis = pl.select(pl.when(fitted).then(bases).otherwise(pl.lit("data sheet")).alias("basis"))["basis"]
+        outside = np.zeros(priced.height, dtype=bool)
+        for column in REGION:
+            least, most = np.array([*(c.region[column] for c in self.covered), (-np.inf, np.inf)])[number].T
+            values = work[column].to_numpy()
+            outside |= (values < least * (1 - 1e-9)) | (values > most * (1 + 1e-9))
+        time, low, high = (priced[name].to_numpy().copy() for name in ("dur_us", "low_us", "high_us"))
+        loose = np.isnan(low) | (number == len(self.covered))
+        for name in basis.filter(pl.Series(loose)).unique():
+            at = loose & (basis == name).to_numpy()
+            low[at], high[at] = self.bands[name].around(time[at], np.log(time[at]))
+        ends = (pl.Series("low_us", low), pl.Series("high_us", high))
+        return priced.with_columns(*ends, basis, pl.Series("out_of_range", outside))
+
+    def _check_gpu(self, frame: pl.DataFrame) -> None:
+        if "gpu" not in frame.columns:
+            return
+        for name in frame["gpu"].unique().drop_nulls():
+            if not any(same_name(name, other) for other in names_of(self.gpu)):
+                row = frame["gpu"].index_of(name)
+                raise InputError(
+                    f"kernel frame, row {row}: gpu is {name!r}, but this calibration is of {self.gpu.name}. Price "
+                    f"these rows with load_calibration({name!r}), or drop the column to price them here."
+                )
+
+    def predict_collectives(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Price collectives over the fabrics that their rows name; see `CollectiveModel.predict`.
+
+        Raises
+        ------
+        CalibrationError
+            This calibration has no collectives: measure some (nccl-tests, or `make calibrate`).
+        """
+        if self.collectives is None:
+            raise CalibrationError(
+                f"the calibration {self.name} has no collectives; measure a size sweep of each (nccl-tests, or make "
+                "calibrate)."
+            )
+        return self.collectives.predict(frame)
+
+    def coverage(self) -> pl.DataFrame:
+        """The coverage matrix: `gpu`, `cell`, `passes`, `basis`, `rows`, and the held-out error of the cell."""
+        rows = [(self.name, c.cell, c.passes, c.basis, c.rows) for c in self.covered]
+        table = pl.DataFrame(rows, schema=["gpu", "cell", "passes", "basis", "rows"], orient="row")
+        scores = pl.DataFrame(
+            [(s.cell, s.left_out, s.median, s.mean, s.coverage, s.width) for s in self.held_out],
+            schema={"cell": pl.String, "left_out": pl.String}
+            | dict.fromkeys(("median_error", "mean_error", "coverage", "width"), pl.Float64),
+            orient="row",
+        )
+        return table.join(scores, on="cell", how="left", maintain_order="left")
+
+    def for_gpu(self, gpu: Gpu) -> Self:
+        """The same cells on another GPU, by its data sheet: whatever was measured becomes *transferred*.
+
+        Examples
+        --------
+        >>> mine = msgspec.structs.replace(find_gpu("L40S"), name="my L40S")
+        >>> load_calibration("generic").for_gpu(mine).coverage()["basis"].unique().to_list()
+        ['transferred']
+        """
+        if gpu == self.gpu and self.name != GENERIC:
+            return self
+        covered = tuple(
+            msgspec.structs.replace(c, basis="transferred") if c.basis == "measured" else c for c in self.covered
+        )
+        return msgspec.structs.replace(self, name=gpu.name, gpu=gpu, covered=covered)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the calibration as JSON; `load_calibration` reads it."""
+        path = Path(path)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        return path
+
+    def __repr__(self) -> str:
+        return text_table(self.coverage(), caption=self._caption(), max_rows=60)
+
+    def _repr_html_(self) -> str:
+        return html_table(self.coverage(), caption=self._caption(), max_rows=60)
+
+    def _caption(self) -> str:
+        measured = sum(c.basis == "measured" for c in self.covered)
+        return f"Calibration of {self.name}: {measured} of {len(self.covered)} classes measured"
+
+
+def pass_of(frame: pl.DataFrame) -> pl.Series:
+    """The pass of every row of a kernel frame; "any" where none is said."""
+    if "pass" not in frame.columns:
+        return pl.Series("passes", ["any"]).new_from_index(0, frame.height)
+    return frame["pass"].cast(pl.String).fill_null("any").alias("passes")
+
+
+def calibrations() -> dict[str, Path]:
+    """The bundled calibrations: name -> file."""
+    return {file.stem: file for file in sorted((datasets.root() / "calibrations").glob("*.json"))}
+
+
+def load_calibration(name: str | Path) -> Calibration:
+    """A bundled calibration by the name of its GPU (or an alias), or one from a file.
+
+    Raises
+    ------
+    CalibrationError
+        There is none, or the file is of another version or damaged; the message names the file and what is wrong.
+
+    Examples
+    --------
+    >>> load_calibration("a100").gpu.name
+    'A100-SXM-80GB'
+    """
+    file = Path(name)
+    if file.suffix != ".json":
+        file = _bundled(str(name))
+    try:
+        data = file.read_bytes()
+        version = msgspec.json.decode(data, type=_Header).version
+        if version != VERSION:
+            raise CalibrationError(f"{file}: version {version}, but this package reads {VERSION}; fit it again.")
+        return msgspec.json.decode(data, type=Calibration)
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        raise CalibrationError(f"{file}: not a calibration: {error}") from error
+
+
+class _Header(msgspec.Struct):
+    version: int
+
+
+def _bundled(name: str) -> Path:
+    there = calibrations()
+    for known, file in there.items():
+        if same_name(known, name):
+            return file
+    try:
+        names = names_of(find_gpu(name))
+    except InputError:
+        names = ()
+    for known, file in there.items():
+        if any(same_name(known, other) for other in names):
+            return file
+    raise CalibrationError(
+        f"no calibration is called {name!r}; there are: {', '.join(there) or 'none'}. Make one: calibrate(run), or "
+        "make calibrate."
+    )
+
+
+def digest(rows: pl.DataFrame) -> str:
+    """sha256 of a table's values, whatever order its rows are in."""
+    return hashlib.sha256(np.sort(rows.hash_rows().to_numpy()).tobytes()).hexdigest()
