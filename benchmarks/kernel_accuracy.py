@@ -266,6 +266,7 @@ def errors(rows: pl.DataFrame, *by: str) -> pl.DataFrame:
     return rows.group_by(by, maintain_order=True).agg(
         rows=pl.len(),
         unpriced=dur.null_count(),
+        intervals=low.count(),
         median=error.median(),
         mean=error.mean(),
         geomean=error.clip(1e-3).log().mean().exp(),
@@ -356,12 +357,12 @@ def _worse_than_tree(splits: pl.DataFrame, statistic: str) -> str:
 
 
 def _name(split: dict[str, str]) -> str:
-    return f"{split['gpu']}, {split['left_out']}".removeprefix(", ")
+    return f"{split['gpu']}, {split['left_out']}".strip(", ")
 
 
 def _interval_rows(row: dict[str, float]) -> Iterator[Row]:
     """How far the coverage of one family is from nominal, and how wide its intervals are beside constant ones."""
-    note = f"{row['coverage']:.1f} % of {row['rows']} rows lie in their nominal {LEVEL:.0%} interval"
+    note = f"{row['coverage']:.1f} % of {row['intervals']} rows lie in their nominal {LEVEL:.0%} interval"
     off = abs(row["coverage"] - 100 * LEVEL)
     yield Row(f"kernel_intervals/{row['family']}, coverage off nominal", off, "points", target="<= 5", note=note)
     note = f"width over prediction; median {row['width_median']:.1f} %"
