@@ -2,7 +2,7 @@
 
     python datasets/make_calibrations.py
 
-A quarter of an hour on two cores. Writes `calibrations/*.json` and prints, for each, what is measured and how well.
+Writes `calibrations/*.json` and prints, for each, what is measured and how well.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import sys
 import time
 from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
 import polars as pl
 
 from lumos_nb import datasets
-from lumos_nb.config import find_gpu
+from lumos_nb.config import Gpu, find_gpu, read_sheet
 from lumos_nb.costs.calibration import Calibration
+from lumos_nb.costs.collective_tiers import priceable
 from lumos_nb.costs.collectives import fit_collectives
 from lumos_nb.costs.fitting import fit_generic, fit_gpu
 from lumos_nb.costs.microbenchmark import read_samples
@@ -31,14 +33,17 @@ OWN = "this package, MIT"
 def main() -> int:
     """Fit and write all of them."""
     OUT.mkdir(exist_ok=True)
-    with ProcessPoolExecutor(2) as executor:
+    # A forked process would inherit polars' locks, and wait for ever.
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
         samples = datasets.load("measured-kernels")
-        collectives = fit_collectives(datasets.load("measured-collectives"))
+        measured = datasets.load("measured-collectives")
+        collectives = fit_collectives(measured.filter(priceable(measured)), folds=8)
         generic = msgspec.structs.replace(fit_generic(samples, executor=executor), collectives=collectives)
         write(generic)
         named = {name: find_gpu(name) for name in samples["gpu"].unique()}
-        for sheet in sorted({*named.values()}, key=lambda gpu: gpu.name):
-            mine = samples.filter(pl.col("gpu").is_in([name for name, gpu in named.items() if gpu == sheet]))
+        for name in sorted({gpu.name for gpu in named.values()}):
+            sheet = find_gpu(name)
+            mine = samples.filter(pl.col("gpu").is_in([alias for alias, gpu in named.items() if gpu == sheet]))
             write(fit_gpu(sheet, mine, generic.for_gpu(sheet), executor=executor))
         for folder in sorted((HERE / "calibration-samples").iterdir()):
             write(own(folder, generic, executor))
@@ -47,10 +52,10 @@ def main() -> int:
 
 def own(folder: Path, generic: Calibration, executor: Executor) -> Calibration:
     """The calibration of a machine whose samples the package recorded."""
-    kernels, collectives, about = read_samples(folder)
-    sheet = about.sheet
+    kernels, collectives, _ = read_samples(folder)
+    sheet = read_sheet(folder / "sheet.json", Gpu)
     made = fit_gpu(sheet, kernels.with_columns(licence=pl.lit(OWN)), generic.for_gpu(sheet), executor=executor)
-    return made if collectives is None else msgspec.structs.replace(made, collectives=fit_collectives(collectives))
+    return made if collectives is None else msgspec.structs.replace(made, collectives=fit_collectives(collectives, folds=8))
 
 
 def write(made: Calibration) -> None:

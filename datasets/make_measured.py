@@ -41,13 +41,29 @@ def licensed(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.filter(pl.col("licence").is_in(FREE))
 
 
+PHI_2 = {"act_mul": "gelu", "add": "add_twice", "norm(rms/layer)": "layernorm"}
+"""Ops of microsoft/phi-2, which the collection calls as it does those of Llama-like models. Phi-2 has a GELU without a
+gate, layer norms, and blocks whose attention and MLP run side by side, so that a residual takes two additions."""
+
+
+def named(kernels: pl.DataFrame) -> pl.DataFrame:
+    """Ops and methods under names that say what ran."""
+    phi_2 = pl.col("model").fill_null("") == "microsoft/phi-2"
+    rms = pl.col("op").replace({"norm(rms/layer)": "rmsnorm"})
+    unstated = (pl.col("op") == "attention") & pl.col("method").str.starts_with("time rebuilt")
+    return kernels.with_columns(
+        op=pl.when(phi_2).then(pl.col("op").replace(PHI_2)).otherwise(rms),
+        method=pl.when(unstated).then("implementation not stated; " + pl.col("method")).otherwise("method"),
+    )
+
+
 def main() -> None:
     """Write both tables and say how large they are."""
     OUT.mkdir(exist_ok=True)
     files = sorted(SHARED.glob("kernels_*.parquet"))
     kernels = pl.concat([pl.read_parquet(file) for file in files], how="diagonal_relaxed")
     causal = pl.col("causal").str.to_lowercase() == "true"  # some files write True, some true, some have a type for it
-    kernels = licensed(kernels.with_columns(pl.col(pl.Int64).cast(pl.Int32), causal))
+    kernels = named(licensed(kernels.with_columns(pl.col(pl.Int64).cast(pl.Int32), causal)))
     collectives = licensed(pl.read_csv(SHARED / "collectives.csv", infer_schema_length=None).drop("row_id"))
     for name, rows in (("kernels", kernels), ("collectives", collectives)):
         file = OUT / f"{name}.parquet"

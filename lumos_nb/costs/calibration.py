@@ -124,7 +124,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         self._check_gpu(frame)
         work = with_work(frame)
         priced = self._completed(work).predict(frame, self.gpu)
-        known = {(c.cell, c.passes): i for i, c in enumerate(self.covered)}
+        known = {(c.cell, "any"): i for i, c in reversed([*enumerate(self.covered)])}  # no pass said: one that it has
+        known |= {(c.cell, c.passes): i for i, c in enumerate(self.covered)}
         kinds = priced.select("cell", passes=pass_of(frame))
         pairs = kinds.unique()
         pairs = pairs.with_columns(number=pl.Series([known.get(pair, len(known)) for pair in pairs.rows()]))

@@ -65,7 +65,7 @@ MOVES: Mapping[str, Traffic] = {
     **{op: Traffic("elementwise", read=2, back_read=3, back_write=2) for op in _TWO},
     "lerp": Traffic("elementwise", read=2, flops=3),
     **{op: Traffic("elementwise", read=3, flops=3) for op in ("addcmul", "addcdiv")},
-    **{op: Traffic("elementwise", read=3, flops=2) for op in ("addcmul", "addcdiv")},
+    "add_twice": Traffic("elementwise", read=4, write=2, back_read=4, back_write=4, flops=2),  # one add after another
     **dict.fromkeys(
         ("gated_activation", "act_mul"), Traffic("gated_activation", read=2, back_read=3, back_write=2, flops=6)
     ),
