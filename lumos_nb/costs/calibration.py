@@ -128,7 +128,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         known |= {(c.cell, c.passes): i for i, c in enumerate(self.covered)}
         kinds = priced.select("cell", passes=pass_of(frame))
         pairs = kinds.unique()
-        pairs = pairs.with_columns(number=pl.Series([known.get(pair, len(known)) for pair in pairs.rows()]))
+        none = len(self.covered)
+        pairs = pairs.with_columns(number=pl.Series([known.get(pair, none) for pair in pairs.rows()], dtype=pl.Int64))
         number = kinds.join(pairs, on=["cell", "passes"], how="left", maintain_order="left")["number"].to_numpy()
         return self._stated(priced, work, number)
 
