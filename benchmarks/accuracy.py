@@ -11,6 +11,10 @@ from pathlib import Path
 
 import polars as pl
 
+from benchmarks.collective_accuracy import collective_rows
+from benchmarks.cpu_accuracy import cpu_rows
+from benchmarks.kernel_accuracy import kernel_rows
+from benchmarks.overhead_accuracy import overhead_rows
 from benchmarks.pipelines import pipeline_rows
 from benchmarks.rows import ACCURACY, Row, record
 from benchmarks.scores import coverage_rows, mechanistic_rows, noise, percent
@@ -153,10 +157,11 @@ def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:
 
 def main() -> None:
     """Measure what is at hand and write it down."""
-    rows = list(bundled_rows())
+    rows = [*bundled_rows(), *kernel_rows(), *collective_rows(), *cpu_rows()]
     if TRACES.is_dir():
         rows += trace_rows()
         rows += pipeline_rows(TRACES)
+        rows += overhead_rows()
     else:
         print(f"no {TRACES}: rows of other people's recordings stay as they are", file=sys.stderr)
     record(ACCURACY, rows)

@@ -7,6 +7,7 @@ without it the row beside HTA stays as it is.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 import zlib
@@ -66,12 +67,21 @@ def pipeline_rows(folder: Path) -> Iterator[Row]:
     yield Row("pipeline/replay with slack and path", replay_s, "s")
 
 
+def cost_rows() -> Iterator[Row]:
+    """A million prices on one core, in processor time of a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.bench_costs"]
+    kernels_s, collectives_s = map(float, subprocess.run(command, capture_output=True, check=True).stdout.split())
+    note = "distinct sizes, six families, intervals and basis included; processor time of one thread"
+    yield Row("costs/a million kernels", kernels_s, "s", target="<= 2", note=note)
+    yield Row("costs/a million collectives", collectives_s, "s", target="<= 2")
+
+
 def main() -> None:
     """Measure and write down."""
     shared = TRACES / LARGEST
     folder = shared if shared.is_dir() else datasets.path("gpt-ddp")
     rows = [*pipeline_rows(folder), *bench_graph.rows(), *bench_load.rows(os.environ.get("HTA_PYTHON"))]
-    rows += bench_replay.rows()
+    rows += [*bench_replay.rows(), *cost_rows()]
     record(RESULTS, rows)
     for row in rows:
         print(f"{row.name:45} {row.value:14.6g} {row.unit:14} {row.baseline} {row.baseline_value or ''} {row.target}")
