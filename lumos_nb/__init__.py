@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from lumos_nb.graph import Recording as Recording
     from lumos_nb.graph import build_graph as build_graph
     from lumos_nb.labels import ddp_hook as ddp_hook
+    from lumos_nb.layout import Cluster as Cluster
+    from lumos_nb.layout import Parallelism as Parallelism
+    from lumos_nb.layout import Training as Training
     from lumos_nb.ledger import check_prediction as check_prediction
     from lumos_nb.ledger import read_ledger as read_ledger
     from lumos_nb.ledger import save_prediction as save_prediction
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from lumos_nb.traces.perfetto import write_perfetto as write_perfetto
     from lumos_nb.traces.run import Run as Run
     from lumos_nb.traces.run import load_run as load_run
+    from lumos_nb.transformer import Transformer as Transformer
 
 _MODULES = {
     "lumos_nb.traces.run": ("Run", "load_run"),
@@ -73,6 +77,8 @@ _MODULES = {
     "lumos_nb.resampling": ("jitter", "step_interval"),
     "lumos_nb.symmetry": ("fill_ranks",),
     "lumos_nb.config": ("Fabric", "Gpu", "find_fabric", "find_gpu"),
+    "lumos_nb.transformer": ("Transformer",),
+    "lumos_nb.layout": ("Cluster", "Parallelism", "Training"),
     "lumos_nb.costs.calibration": ("Calibration", "load_calibration"),
     "lumos_nb.costs.fitting": ("calibrate",),
     "lumos_nb.costs.overheads": ("overheads",),

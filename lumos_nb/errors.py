@@ -8,6 +8,7 @@
     ├── InputError          an argument is of another kind than the function takes
     ├── GraphError          ops and edges that no execution could follow
     ├── SheetError          a data sheet lacks a number, or has one that cannot be
+    ├── LayoutError         a model, a layout, a batch or a cluster that cannot be, or not together
     ├── CalibrationError    a calibration that cannot be read, or that has nothing to price an op by
     ├── ScenarioError       a what-if that names unknown classes or impossible scales
     └── CaptureError        a training loop could not be recorded
@@ -44,6 +45,10 @@ class GraphError(LumosError):
 
 class SheetError(LumosError):
     """A data sheet lacks a field or has a number that cannot be; the message names the sheet and the field."""
+
+
+class LayoutError(LumosError, ValueError):
+    """A model, layout, batch or cluster that cannot be, alone or together; names field, value and what to do."""
 
 
 class CalibrationError(LumosError):
