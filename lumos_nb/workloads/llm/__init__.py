@@ -1,0 +1,1 @@
+"""Training of large language models: its layers, pipeline schedules, memory and step times."""
