@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.schedule_prediction import in_chunks, schedule_rows
 from lumos_nb import replay
 from lumos_nb.errors import GraphError, InputError, LayoutError
 from lumos_nb.workloads.llm.schedule import CHUNKS, PHASES, as_graph, bubble_ns, dependencies, in_flight, schedule
@@ -251,3 +252,21 @@ def test_a_schedule_of_131_072_passes_is_made_in_a_moment():
     table = schedule("interleaved", 64, 512, 2)
     assert len(table) == 64 * 512 * 2 * 2
     assert time.process_time() - begin < 1
+
+
+def test_a_recorded_pipeline_is_met_as_it_was_and_interleaving_shortens_it(traces):
+    same, *ranks = schedule_rows(traces)
+    assert same.value < 0.1  # percent
+    assert len(ranks) == 8
+    assert [row.value for row in ranks] == sorted((row.value for row in ranks), reverse=True)
+    saved = np.array([row.baseline_value - row.value for row in ranks])
+    # The last rank, which bounds the step, waits half as long: 7 x 130 ms / 2, less a gap of 0.8 ms for each new pass.
+    assert saved[0] == pytest.approx(7 * 130 / 2 - 32 * 0.8, rel=0.1)
+
+
+def test_chunks_take_together_what_the_pass_took_and_the_last_has_the_head():
+    times = np.array([[[10, 6, 6], [6, 6, 6], [9, 9, 9]]], float)
+    chunks = in_chunks(times, 0)
+    assert (chunks.sum(axis=2) == times).all()
+    assert chunks[0, 0].tolist() == [[7, 3, 3], [3, 3, 3]]  # the first pass warms up
+    assert chunks[0, 2].tolist() == [[3, 3, 3], [6, 6, 6]]
