@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint warm lab fuzz accuracy bench calibrate datasets tables picture constraints
+.PHONY: help env demo test lint warm lab fuzz accuracy bench calibrate calibrations datasets tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -8,6 +8,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 WORKERS ?= 2
 DEVICE ?= cpu
 SAMPLES ?= datasets/calibration-samples/$(DEVICE)
+CALIBRATIONS ?= datasets/calibrations
 
 # Empty, so that Python keeps what it compiles: otherwise each notebook kernel compiles its imports again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -67,8 +68,12 @@ bench: env ## speed: benchmarks/results.json and the tables that quote it
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.rows
 
-calibrate: env ## samples of this machine, in 5 minutes; of its GPUs with DEVICE=cuda
-	OMP_NUM_THREADS=1 $(BIN)/python -m lumos_nb.costs.microbenchmark --device $(DEVICE) --out $(SAMPLES) --budget 300
+calibrate: env ## samples of this machine, in 6 minutes, and a calibration of it; of its GPU with DEVICE=cuda
+	OMP_NUM_THREADS=1 $(BIN)/python -m lumos_nb.costs.microbenchmark --device $(DEVICE) --out $(SAMPLES) \
+		--calibration $(CALIBRATIONS) --budget 300
+
+calibrations: env ## fit the bundled calibrations again, in two minutes
+	OMP_NUM_THREADS=1 $(BIN)/python datasets/make_calibrations.py
 
 tables: env ## the tables of README.md, from the JSON files
 	$(BIN)/python -m benchmarks.rows

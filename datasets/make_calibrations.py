@@ -1,4 +1,4 @@
-"""Fit the bundled calibrations: what others measured (`measured/`) and what this package measured (`calibration-samples/`).
+"""Fit the bundled calibrations: on what others measured (`measured/`), on what we did (`calibration-samples/`).
 
     python datasets/make_calibrations.py
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,17 +17,16 @@ import msgspec
 import polars as pl
 
 from lumos_nb import datasets
-from lumos_nb.config import Gpu, find_gpu, read_sheet
+from lumos_nb.config import find_gpu
+from lumos_nb.costs.bench_fit import fit_recorded
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.costs.collective_tiers import priceable
 from lumos_nb.costs.collectives import fit_collectives
 from lumos_nb.costs.fitting import fit_generic, fit_gpu
-from lumos_nb.costs.microbenchmark import read_samples
 from lumos_nb.errors import CalibrationError
 
 HERE = Path(__file__).parent
 OUT = HERE / "calibrations"
-OWN = "this package, MIT"
 
 
 def main() -> int:
@@ -46,16 +45,8 @@ def main() -> int:
             mine = samples.filter(pl.col("gpu").is_in([alias for alias, gpu in named.items() if gpu == sheet]))
             write(fit_gpu(sheet, mine, generic.for_gpu(sheet), executor=executor))
         for folder in sorted((HERE / "calibration-samples").iterdir()):
-            write(own(folder, generic, executor))
+            write(fit_recorded(folder, generic, executor=executor))
     return 0
-
-
-def own(folder: Path, generic: Calibration, executor: Executor) -> Calibration:
-    """The calibration of a machine whose samples the package recorded."""
-    kernels, collectives, _ = read_samples(folder)
-    sheet = read_sheet(folder / "sheet.json", Gpu)
-    made = fit_gpu(sheet, kernels.with_columns(licence=pl.lit(OWN)), generic.for_gpu(sheet), executor=executor)
-    return made if collectives is None else msgspec.structs.replace(made, collectives=fit_collectives(collectives, folds=8))
 
 
 def write(made: Calibration) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+import re
 import time
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import pytest
 from lumos_nb.config import Gpu, read_sheet
 from lumos_nb.costs import bench_ranks, microbenchmark
 from lumos_nb.costs.bench_clock import Clock
+from lumos_nb.costs.bench_fit import in_training, machine_sheet, read_samples
 from lumos_nb.costs.bench_ops import OPS, cases
 from lumos_nb.costs.bench_ranks import COLLECTIVES, SIZES_BYTES
 from lumos_nb.costs.bench_shapes import Model, models, sizes
-from lumos_nb.costs.microbenchmark import machine_sheet, main, measure_collectives, measure_kernels, read_samples
+from lumos_nb.costs.calibration import load_calibration
+from lumos_nb.costs.microbenchmark import main, measure_collectives, measure_kernels
 from lumos_nb.costs.work import with_work
 from lumos_nb.errors import CalibrationError, CaptureError, InputError
 
@@ -27,9 +30,9 @@ TIMES = ("time_us", "warm_us", "min_us")
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command writes with a budget of a few seconds and two ranks."""
+    """Samples of a few seconds and two ranks."""
     out = tmp_path_factory.mktemp("samples")
-    assert main(["--device", "cpu", "--out", str(out), "--budget", "2", "--ranks", "2"]) == 0
+    microbenchmark.record("cpu", out, budget_s=2.0, world_sizes=(2,))
     return out
 
 
@@ -74,13 +77,74 @@ def test_the_command_ends_with_a_table(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(microbenchmark, "record", lambda *_: None)
-    assert main(["--out", str(recorded)]) == 0
+    assert main(["--out", str(recorded), "--calibration", str(tmp_path / "made")]) == 0
     printed = capsys.readouterr().out
+    made = load_calibration(tmp_path / "made" / "cpu.json")
+    assert made.collectives is not None
+    assert re.search(r"class +pass +rows +median +mean +in 90 %\n(.* (\d+\.\d%|-)\n)+$", printed)
     kernels, collectives, _ = read_samples(recorded)
     assert collectives is not None
     for name in {*kernels["op"], *collectives["collective"]}:
         assert f"\n{name} " in printed
     assert f"kernels: {kernels.height} rows in " in printed
+
+
+def test_without_a_sheet_there_are_samples_and_no_calibration(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in recorded.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "sheet.json").unlink()
+    monkeypatch.setattr(microbenchmark, "record", lambda *_: None)
+    assert main(["--out", str(tmp_path)]) == 1
+    assert "no sheet.json; record again, or give a sheet" in capsys.readouterr().err
+
+
+def sample(**columns: object) -> pl.DataFrame:
+    """One row of samples with three times, of 1, 2 and 3 microseconds."""
+    row = {"op": "add", "pass": "any", "dtype": "fp32", "role": "movement", "rows": 1, "cols": 1} | columns
+    rest = dict.fromkeys(("batch", "m", "n", "k", "seq_q", "heads", "head_dim"), pl.Int64)
+    times = {"time_us": 2.0, "warm_us": 1.0, "fresh_us": 3.0}
+    schema = rest | {"out_dtype": pl.String, "fresh_us": pl.Float64}
+    return pl.DataFrame([times | {"out_dtype": None} | dict.fromkeys(rest) | row], schema_overrides=schema)
+
+
+PRODUCT = {"op": "gemm", "batch": 1, "rows": None, "cols": None}
+
+
+@pytest.mark.parametrize(
+    ("columns", "time_us"),
+    [
+        ({"rows": 127, "cols": 256}, 1.0),
+        ({"rows": 128, "cols": 256}, 3.0),
+        ({"rows": 128, "cols": 256, "dtype": "bf16"}, 1.0),
+        ({"rows": 128, "cols": 256, "dtype": "bf16", "op": "cast", "out_dtype": "fp32"}, 3.0),
+        ({"rows": 512, "cols": 512, "role": "parameter"}, 1.0),
+        ({"rows": 512, "cols": 512, "op": "copy"}, 1.0),
+        (PRODUCT | {"pass": "fwd", "m": 64, "n": 512, "k": 8}, 3.0),
+        (PRODUCT | {"pass": "bwd_grad_act", "m": 64, "n": 512, "k": 8}, 1.0),
+        (PRODUCT | {"pass": "bwd_grad_w", "m": 64, "n": 512, "k": 64}, 3.0),
+        ({"op": "embedding_lookup", "pass": "bwd", "rows": 4, "cols": 128, "n": 256}, 3.0),
+        ({"rows": 512, "cols": 512, "fresh_us": None}, 2.0),
+    ],
+    ids=[
+        *("a small output is warm", "a large output is fresh", "its bytes count", "those of the format that is made"),
+        *("the optimizer makes none that stays", "nor does what writes in place", "a product's output counts"),
+        *("of its gradient by the input that one's", "by the weight that one's", "of a lookup's the table"),
+        "what has no such states stays",
+    ],
+)
+def test_the_time_in_training_is_that_of_the_state_a_step_leaves(columns: dict[str, object], time_us: float) -> None:
+    assert in_training(sample(**columns))["time_us"].item() == time_us
+
+
+def test_a_gradient_is_recorded_in_sizes_of_the_forward_product() -> None:
+    model = next(models("cpu", 1e9, 2**20))
+    rows = [microbenchmark.Row(op, case).sizes() for op, case in cases(model, 0, ("fp32",), ("gemm",))]
+    found = {(row["role"], tuple(row[size] for size in "mnk")) for row in rows}
+    layers = {(m, n, k) for role, (m, n, k) in found if role == "linear"}
+    assert {sizes for role, sizes in found if role == "dgrad"} == layers
+    assert {sizes for role, sizes in found if role == "wgrad"} == layers
 
 
 def test_two_ranks_measure_every_collective_at_every_size(recorded: Path) -> None:

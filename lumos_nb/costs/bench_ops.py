@@ -1,9 +1,8 @@
 """The ops that a microbenchmark measures, as data: name, pass, the shapes it is measured on, its tensors and the call.
 
-Names and sizes are those that `operators` reads from a trace of the same calls. So a product is what is executed, also
-where it computes a gradient: `m, n, k` of C[m, n] = A[m, k] B[k, n], its pass "fwd", and `role` (what has its shapes)
-tells linear (NT), dgrad (NN) and wgrad (TN) apart. Other backward ops are ATen's own where it has one, else autograd's,
-whose empty run is subtracted.
+Names are those that `operators` reads from a trace of the same calls. A case's product is what is executed, also where
+it computes a gradient: `m, n, k` of C[m, n] = A[m, k] B[k, n]; `FORWARD` turns it into the forward product that a
+kernel frame has. Other backward ops are ATen's own where it has one, else autograd's, whose empty run is subtracted.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def _other(torch: Any, case: Case) -> Any:
 
 OPS: tuple[Op, ...] = (
     Op("gemm", "fwd", "linear", "ab", lambda torch, c, a, b: torch.mm(a, b)),
-    Op("gemm", "fwd", "dgrad", "ab", lambda torch, c, a, b: torch.mm(a, b)),
-    Op("gemm", "fwd", "wgrad", "ab", lambda torch, c, a, b: torch.mm(a, b)),
+    Op("gemm", "bwd_grad_act", "dgrad", "ab", lambda torch, c, a, b: torch.mm(a, b)),
+    Op("gemm", "bwd_grad_w", "wgrad", "ab", lambda torch, c, a, b: torch.mm(a, b)),
     Op("gemm_bias", "fwd", "linear", "nab", lambda torch, c, n, a, b: torch.addmm(n, a, b)),
     Op("bmm", "fwd", "batched", "ab", lambda torch, c, a, b: torch.bmm(a, b)),
     Op("attention", "fwd", "attention", "QKK", _attention),
@@ -118,6 +117,9 @@ OPS: tuple[Op, ...] = (
 )
 """What is measured in fp32, bf16 and fp16. `adamw` is one fused step, `adamw_foreach` torch.optim's with its Python."""
 
+FORWARD = {"bwd_grad_act": "mkn", "bwd_grad_w": "kmn"}
+"""Which of the executed product's sizes are m, n and k of the forward product whose gradient it is."""
+
 DTYPES: dict[str, Callable[[Any], Any]] = {
     "fp32": lambda torch: torch.float32,
     "tf32": lambda torch: torch.float32,
@@ -141,6 +143,12 @@ def cases(
                 for size in shapes[op.kind]:
                     if dtype != "fp8" or _divides(size):
                         yield op, _case(op, dtype, number, model, size)
+
+
+def large_copy(size_bytes: int) -> tuple[Op, Case]:
+    """The copy of a tensor of so many bytes, as a group of its own."""
+    copy = next(op for op in OPS if op.op == "copy")
+    return copy, Case("sheet", copy.op, "fp32", copy.pass_, copy.kind, rows=size_bytes // 4096, cols=1024)
 
 
 def _exists(op: Op, dtype: str) -> bool:

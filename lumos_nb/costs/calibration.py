@@ -156,7 +156,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         loose = np.isnan(low) | (number == len(self.covered))
         for name in basis.filter(pl.Series(loose)).unique():
             at = loose & (basis == name).to_numpy()
-            low[at], high[at] = self.bands[name].around(time[at], np.log(time[at]))
+            band = self.bands.get(name, self.bands["transferred"])  # measured on one group alone: nothing was left out
+            low[at], high[at] = band.around(time[at], np.log(time[at]))
         ends = (pl.Series("low_us", low), pl.Series("high_us", high))
         return priced.with_columns(*ends, basis, pl.Series("out_of_range", outside))
 

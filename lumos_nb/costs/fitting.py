@@ -77,7 +77,7 @@ def fit_gpu(
         Maps the fits.
     """
     sheets = dict.fromkeys(samples["gpu"].unique(), gpu)
-    start = base.kernels if adapt else None
+    start = _with_unnamed(base.kernels) if adapt else None
     unseen = leave_groups_out(samples, shape_groups(samples), sheets=sheets, executor=executor, start=start)
     own = _banded(fit_kernels(samples, sheets, start=start).cells, unseen)
     mine = {cell.key for cell in own}
@@ -113,7 +113,9 @@ def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | None = No
     Raises
     ------
     CalibrationError
-        The trace has no kernels with sizes, or names a GPU without a sheet and none is given.
+        The trace has no kernels with sizes, or of several kinds of device, or does not name its device.
+    InputError
+        No bundled sheet has the GPU's name, and none is given.
 
     Examples
     --------
@@ -121,7 +123,7 @@ def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | None = No
     >>> ln.calibrate(run).coverage()                           # doctest: +SKIP
     """
     samples = kernel_samples(run).filter(pl.col("why").is_null() & (pl.col("time_us") > 0))
-    samples = samples.with_columns(licence=pl.lit("own"))
+    samples = samples.with_columns(licence=pl.lit("own")).drop("method")  # a profiler's, no implementation's name
     names = samples["gpu"].unique().to_list()
     if len(names) != 1:
         raise CalibrationError(
@@ -130,9 +132,20 @@ def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | None = No
         )
     if base is None:
         base = load_calibration(names[0] if names[0] in calibrations() else GENERIC)
-    sheet = gpu or (base.gpu if base.name != GENERIC else find_gpu(names[0]))
-    made = fit_gpu(sheet, samples, base.for_gpu(sheet), adapt=True)
+    sheet = gpu or (base.gpu if base.name != GENERIC else None)
+    if sheet is None and names[0] is None:
+        raise CalibrationError("the trace does not name its device; say which it is: gpu=find_gpu(name).")
+    sheet = sheet or find_gpu(names[0])
+    made = fit_gpu(sheet, samples.with_columns(gpu=pl.lit(sheet.name)), base.for_gpu(sheet), adapt=True)
     return msgspec.structs.replace(made, overheads=overheads(run))
+
+
+def _with_unnamed(model: KernelModel) -> KernelModel:
+    """The cells, and as cells of their own those that price rows which name no implementation: a fit begins at them."""
+    slowest_first = sorted(model.cells, key=lambda cell: -cell.slowness)
+    unnamed = {(c.family, c.format): msgspec.structs.replace(c, implementation="") for c in slowest_first}
+    there = {cell.key for cell in model.cells}
+    return KernelModel(cells=(*model.cells, *(cell for cell in unnamed.values() if cell.key not in there)))
 
 
 def _banded(cells: tuple[Cell, ...], unseen: pl.DataFrame) -> tuple[Cell, ...]:
@@ -150,7 +163,7 @@ def _by_priors(samples: pl.DataFrame, gpu: pl.Series) -> pl.DataFrame:
         model.predict(rows, find_gpu(name)).with_columns(group=pl.lit(name))
         for (name,), rows in plain.with_columns(sheet=gpu).group_by("sheet", maintain_order=True)
     ]
-    return pl.concat(parts).select("cell", "group", "time_us", "dur_us")
+    return with_work(pl.concat(parts))
 
 
 def _covered(samples: pl.DataFrame, basis: Basis) -> Iterator[Covered]:

@@ -2,6 +2,8 @@
 
     python -m lumos_nb.costs.microbenchmark --device cpu --out FOLDER --budget 300
 
+It ends with a calibration of the machine, fitted on them.
+
 What is timed. On a CPU: one thread's processor time in a call, which is wall time without what other processes took of
 it, less that of an empty call. Each op is in three states:
 `time_us` with its inputs out of the nearest large cache (twice the size of L2 was written since), as training leaves
@@ -34,20 +36,19 @@ from typing import Any
 
 import polars as pl
 
-from lumos_nb.config import Gpu
+from lumos_nb.config import Gpu, read_sheet
 from lumos_nb.costs.bench_clock import CALLS, STATES, Clock, l2_bytes
-from lumos_nb.costs.bench_ops import OPS, Op, Tensors, cases
+from lumos_nb.costs.bench_fit import fit_recorded, held_out, machine_sheet, read_samples
+from lumos_nb.costs.bench_ops import FORWARD, OPS, Op, Tensors, cases, large_copy
 from lumos_nb.costs.bench_ranks import measure_collectives
 from lumos_nb.costs.bench_shapes import Case, models
-from lumos_nb.errors import CalibrationError, CaptureError, InputError, LumosError
+from lumos_nb.errors import CaptureError, InputError, LumosError
 from lumos_nb.job import describe_machine
 
-__all__ = ["machine_sheet", "main", "measure_collectives", "measure_kernels", "read_samples", "record"]
+__all__ = ["main", "measure_collectives", "measure_kernels", "record"]
 
 ROUNDS = 5
 """So many fit in the budget, as far as the first one can tell; never fewer than three are measured."""
-SHEET_S = 60.0
-"""From this budget on there are copies large enough for a data sheet."""
 
 
 @dataclass(slots=True)
@@ -66,13 +67,18 @@ class Row:
         for state in clock.states:
             self.times[state].append(max(clock.least(call, state) - engine, 0.001))  # 1 ns is the clock's resolution
 
+    def sizes(self) -> dict[str, Any]:
+        """The case as a kernel frame has it: of a gradient the sizes of the forward product."""
+        executed = self.case._asdict()
+        forward = FORWARD.get(self.case.pass_, "mnk")
+        return executed | dict(zip("mnk", [executed[size] for size in forward], strict=True))
+
     def values(self) -> dict[str, object]:
         """The row of the frame."""
         rounds, middle = self.times["time_us"], {s: statistics.median(t) for s, t in self.times.items() if t}
         away = statistics.median(abs(us - middle["time_us"]) for us in rounds) / middle["time_us"]
-        named = self.case._asdict()
         return {
-            **{"pass" if column == "pass_" else column: value for column, value in named.items()},
+            **{"pass" if column == "pass_" else column: value for column, value in self.sizes().items()},
             **dict.fromkeys(STATES) | {state: round(us, 3) for state, us in middle.items()},
             "min_us": round(min(rounds), 3),
             "spread": round(away, 4),
@@ -167,7 +173,7 @@ def measure_kernels(
         *(pl.col(column) for column in frame.columns if column != "group"),
         "group",
         pl.lit(_source(about)).alias("source"),
-        pl.lit(f"median over rounds of the least of up to {CALLS} calls, {how} less an empty call's").alias("method"),
+        method=pl.lit(f"torch; median over rounds of the least of up to {CALLS} calls, {how} less an empty call's"),
     )
 
 
@@ -180,6 +186,8 @@ def _measured(device: str, budget_s: float, families: tuple[str, ...] | None, se
     started = time.monotonic()
     for number, model in enumerate(stream):
         new = [Row(op, case) for op, case in cases(model, number, _number_formats(device), families)]
+        if number == 0 and device == "cpu" and families is None:
+            new.append(Row(*large_copy(8 * l2_bytes())))  # the sheet's bandwidth, however small the models
         if number == 0:
             for row in new:
                 tensors.call(row.op, row.case)()  # first calls load a second's worth of modules
@@ -200,50 +208,6 @@ def _measured(device: str, budget_s: float, families: tuple[str, ...] | None, se
 def _source(about: dict[str, object]) -> str:
     name = about.get("gpu") or f"{about['cpu']}, {about['cpus_allowed']} cores"
     return f"microbenchmark, {name}, torch {about['torch']}, {datetime.now(UTC):%Y-%m-%d}"
-
-
-def machine_sheet(kernels: pl.DataFrame) -> Gpu:
-    """A data sheet of one thread of this CPU, its rates the best that samples reached: nothing measured is below it.
-
-    Of `memory_bytes_per_s` it is bytes beyond those that L2 can hold, as a roofline counts them. Where the system does
-    not tell the clock rate it is 1 GHz; the sheet's source says which.
-
-    Raises
-    ------
-    CalibrationError
-        The samples have no product in fp32, or no copy of more bytes than L2 holds.
-    """
-    least_us = pl.min_horizontal("min_us", "warm_us")
-    products = kernels.filter(pl.col("op").is_in(["gemm", "bmm"])).group_by("dtype")
-    peaks = dict(
-        products.agg((2e6 * pl.col("batch") * pl.col("m") * pl.col("n") * pl.col("k") / least_us).max()).rows()
-    )
-    beyond_l2 = 8 * pl.col("rows") * pl.col("cols") - l2_bytes()
-    copies = kernels.filter((pl.col("op") == "copy") & (pl.col("dtype") == "fp32"))
-    bytes_per_s = copies.select((1e6 * beyond_l2 / least_us).max()).item() or 0.0
-    if "fp32" not in peaks or bytes_per_s <= 0:
-        raise CalibrationError(
-            "a sheet needs a product in fp32 and a copy beyond L2; measure gemm and copy for longer."
-        )
-    clock_hz = _clock_hz()
-    return Gpu(
-        name="cpu",
-        source=f"{kernels['source'][0]}; one thread; clock {'as the system says' if clock_hz else 'unknown'}",
-        cores=1,
-        clock_hz=clock_hz or 1e9,
-        memory_bytes=float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
-        memory_bytes_per_s=bytes_per_s,
-        l2_bytes=float(l2_bytes()),
-        peak_flops=peaks,
-    )
-
-
-def _clock_hz() -> float | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return None
-    return next((1e6 * float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")), None)
 
 
 def profiler_overhead(calls: int = 300) -> dict[str, float]:
@@ -310,7 +274,7 @@ def record(
             continue
         started, file = time.monotonic(), out / f"{name}.parquet"
         frame = measure()
-        if name == "kernels" and device == "cpu" and budget_s >= SHEET_S:
+        if name == "kernels" and device == "cpu":
             (out / "sheet.json").write_text(machine_sheet(frame).to_json() + "\n")
         frame.write_parquet(file, compression="zstd", compression_level=19)
         about[name] = {"rows": frame.height, "seconds": round(time.monotonic() - started, 1)} | _quality(frame)
@@ -338,30 +302,6 @@ def _clocks() -> dict[str, str]:
         return {"nvidia-smi": f"clocks unknown: {error}"}
 
 
-def read_samples(folder: str | Path) -> tuple[pl.DataFrame, pl.DataFrame | None, dict[str, Any]]:
-    """What `record` wrote: kernels, collectives (None if there were none), and where they are from.
-
-    Raises
-    ------
-    CalibrationError
-        A file is missing, or is not the one that `provenance.json` describes.
-    """
-    tables: dict[str, pl.DataFrame] = {}
-    try:
-        about = json.loads(Path(folder, "provenance.json").read_text())
-        for name in ("kernels", "collectives"):
-            if isinstance(about[name], dict):
-                raw = Path(folder, f"{name}.parquet").read_bytes()
-                if hashlib.sha256(raw).hexdigest() != about[name]["sha256"]:
-                    raise CalibrationError(
-                        f"{folder}: {name}.parquet is not the file of provenance.json; record again."
-                    )
-                tables[name] = pl.read_parquet(raw)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CalibrationError(f"{folder}: no samples that can be read ({error}); run make calibrate.") from error
-    return tables["kernels"], tables.get("collectives"), about
-
-
 def _summary(out: Path) -> str:
     kernels, collectives, about = read_samples(out)
     lines = [f"{'op':24}{'rows':>6}{'spread':>9}{'drift':>8}{'least us':>11}{'most us':>12}"]
@@ -382,10 +322,12 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Record samples and print what there is; 1 and a line on stderr if it cannot be done."""
+    """Record samples, fit them and print what there is; 1 and a line on stderr if it cannot be done."""
     parser = argparse.ArgumentParser(prog="lumos_nb.costs.microbenchmark", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="folder for the tables and their provenance")
+    parser.add_argument("--calibration", type=Path, help="folder for the calibration; by default that of the tables")
+    parser.add_argument("--sheet", type=Path, help="data sheet of a GPU that no bundled one is of")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds for everything")
     parser.add_argument("--ranks", type=_numbers, default=(2, 4), help="of collectives, with commas between")
     parser.add_argument("--seed", type=int, default=0)
@@ -393,6 +335,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         record(options.device, options.out, options.budget, options.seed, options.ranks)
         sys.stdout.write(_summary(options.out) + "\n")
+        made = fit_recorded(options.out, sheet=read_sheet(options.sheet, Gpu) if options.sheet else None)
+        folder = options.calibration or options.out
+        folder.mkdir(parents=True, exist_ok=True)
+        sys.stdout.write(f"calibration: {made.save(folder / f'{made.name}.json')}\n{held_out(made)}\n")
     except (LumosError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -9,7 +9,7 @@ its row and says `why`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -201,14 +201,23 @@ def _decoded(calls: pl.DataFrame) -> pl.DataFrame:
 
 def _read(key: str, backward: bool, gradient: str | None, **texts: str | None) -> dict[str, Any]:
     """One call's sizes; a product in the backward pass becomes the gradient that it is."""
-    call = Call(*(json.loads(texts[name] or "[]") for name in ("dims", "strides", "types", "constants")))
+    call = Call(*(_listed(texts[name]) for name in ("dims", "strides", "types", "constants")))
     told = sizes_of(key, call)
     if backward and told["op"] in ("gemm", "bmm") and told["why"] is None:
-        told |= _gradient(told, json.loads(gradient or "[[]]")[0])
+        told |= _gradient(told, next(iter(_listed(gradient)), []))
     return {name: told.get(name) for name in REQUEST}
 
 
-def _gradient(told: dict[str, Any], incoming: Sequence[int]) -> dict[str, Any]:
+def _listed(text: str | None) -> list[Any]:
+    """A list as JSON; none where it is damaged."""
+    try:
+        value = json.loads(text or "[]")
+    except (ValueError, RecursionError):
+        return []
+    return value if isinstance(value, list) else []
+
+
+def _gradient(told: dict[str, Any], incoming: object) -> dict[str, Any]:
     """Which gradient a product of the backward pass is, in sizes of the forward product; any if that is not to be told.
 
     By the weight it contracts over the rows, so that its left side lies transposed; where strides are not recorded, the
@@ -218,7 +227,8 @@ def _gradient(told: dict[str, Any], incoming: Sequence[int]) -> dict[str, Any]:
     if told["trans"]:
         by_weight = told["trans"][0] == "T"
     else:
-        rows = int(np.prod(incoming[:-1])) if incoming else 0
+        known = isinstance(incoming, list) and all(isinstance(size, int) for size in incoming)
+        rows = prod(incoming[:-1]) if known and incoming else 0
         if (rows == k) == (rows == m * told["batch"]):
             return {"pass": "any"}
         by_weight = rows == k
@@ -244,7 +254,7 @@ def _settled(told: pl.DataFrame) -> pl.DataFrame:
         "pass": pl.col("named_pass"),
         "dtype": pl.when(moved).then(pl.lit("uint8")).otherwise("named_dtype"),
         "rows": pl.when(moved).then(pl.lit(1, pl.Int64)),
-        "cols": pl.when(moved).then(pl.col("bytes").cast(pl.Int64)),
+        "cols": pl.when(moved).then(pl.col("bytes").cast(pl.Int64, strict=False)),
     }
     by_arguments = {name: pl.col(name) for name in REQUEST} | {
         "pass": pl.when(_ONE_GRADIENT).then("named_pass").otherwise("pass"),
@@ -321,12 +331,12 @@ def _by_grid(settled: pl.DataFrame, ops: pl.DataFrame, events: pl.DataFrame) -> 
         return settled
     kernels = ops[guessed["row"]].select("rank", "event_id")
     kernels = kernels.join(events, on=["rank", "event_id"], how="left", maintain_order="left")
-    size = pl.element().str.strip_chars().cast(pl.Float64)
+    size = pl.element().str.strip_chars().cast(pl.Float64, strict=False)
     threads = (
         pl.col("args").str.extract(rf'"{each}":\s*\[([\d, ]+)\]').str.split(",").list.agg(size.product())
         for each in ("grid", "block")
     )
-    cols = kernels.select((4 * next(threads) * next(threads)).cast(pl.Int64)).to_series()
+    cols = kernels.select((4 * next(threads) * next(threads)).cast(pl.Int64, strict=False)).to_series()
     return settled.with_columns(
         rows=settled["rows"].scatter(guessed["row"], pl.select(pl.when(cols.is_not_null()).then(1)).to_series()),
         cols=settled["cols"].scatter(guessed["row"], cols),
@@ -348,6 +358,22 @@ def _operators(events: pl.DataFrame) -> tuple[pl.DataFrame, NDArray[np.int64]]:
     return operators, call_stacks.nearest_encloser(lane, start, end)
 
 
+def _wrappers(parent: NDArray[np.int64], known: NDArray[np.bool_], key: pl.Series) -> NDArray[np.bool_]:
+    """Which known operators leave the work to one of their own name in them, as DTensor's to a local one, or have such.
+
+    `parent` is the nearest encloser of each, -1 for none.
+    """
+    code = key.rank("dense").to_numpy()
+    above = call_stacks.innermost(parent, known)
+    above = np.where(parent >= 0, above[parent], -1)  # without itself
+    inside = above[known & (above >= 0) & (code == code[above])]
+    wraps = np.zeros(parent.size, dtype=bool)
+    while inside.size:
+        wraps[inside] = True
+        inside = np.unique(parent[inside][parent[inside] >= 0])
+    return wraps & known
+
+
 def _recorded(events: pl.DataFrame) -> pl.DataFrame:
     """Operators, each with the known one that is innermost around it or itself, and the gradient that came in.
 
@@ -365,6 +391,7 @@ def _recorded(events: pl.DataFrame) -> pl.DataFrame:
             pl.col("name").str.contains(ENGINE_OPERATORS),
         )
     )
+    known &= ~_wrappers(parent, known, table["key"])
     asked = call_stacks.innermost(parent, known)
     top = call_stacks.outermost(parent, known)
     inside = np.bincount(parent + 1, weights=table["dur_ns"].to_numpy(), minlength=parent.size + 1)[1:]
