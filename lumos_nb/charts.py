@@ -1,8 +1,8 @@
 """Tables drawn: a frame, a graph or a result in, a chart out, which is returned and never shown.
 
-The only module that imports altair. Importing it in a notebook makes charts appear there: JupyterLab draws them itself,
-without a network, and what cannot run scripts (GitHub, nbviewer) shows the PNG beside it. A PNG takes 0.1 to 1.5 s a
-chart; the environment variable `LUMOS_NB_STATIC=0` leaves it out.
+Only this module and `cost_charts` import altair. Importing one in a notebook makes charts appear there: JupyterLab
+draws them itself, without a network, and what cannot run scripts (GitHub, nbviewer) shows the PNG beside it. A PNG
+takes 0.1 to 1.5 s a chart; the environment variable `LUMOS_NB_STATIC=0` leaves it out.
 
 One colour means one thing in all charts. The colours are Okabe and Ito's (2008), which the colour-blind tell apart.
 """
@@ -125,11 +125,11 @@ def timeline(
     if rows.step_ns is not None:
         begins = alt.Chart(_in_ms(pl.DataFrame({"step_ns": [rows.step_ns]})))
         layers.append(begins.mark_rule(strokeDash=[6, 3], strokeWidth=1.5).encode(x="step_ms:Q"))
-    heading = _heading(_title(source) if title is None else title, _subtitle(rows))
-    return alt.LayerChart(layer=layers, width=width_px, height=alt.Step(22), title=heading)
+    text = heading(_title(source) if title is None else title, _subtitle(rows))
+    return alt.LayerChart(layer=layers, width=width_px, height=alt.Step(22), title=text)
 
 
-def _heading(text: str, subtitle: str = "") -> alt.Title:
+def heading(text: str, subtitle: str = "") -> alt.Title:
     """A title flush with the plot, so that charts below one another line up."""
     return alt.Title(text, subtitle=subtitle, anchor="start", frame="group")
 
@@ -195,7 +195,7 @@ def breakdown_bars(
     present = [part for part in PARTS if part in set(rows["part"])]
     colours = [PART_COLOURS[part] for part in present]
     chart: alt.Chart = (
-        alt.Chart(_in_ms(rows), title=_heading(title))
+        alt.Chart(_in_ms(rows), title=heading(title))
         .mark_bar()
         .encode(
             x=alt.X("time_ms:Q").title("time in the step (ms)"),
@@ -211,7 +211,7 @@ def breakdown_bars(
 
 def _part_rows(frame: pl.DataFrame, name: str) -> pl.DataFrame:
     """The parts of a breakdown that take time, with their bar's `label`, their `place` in it and texts."""
-    _require(frame, ("rank", "part", "time_ns"), "breakdown")
+    require_columns(frame, ("rank", "part", "time_ns"), "breakdown")
     if unknown := sorted(set(frame["part"].drop_nulls()) - set(PARTS)):
         raise SchemaError(f"breakdown table has the part {unknown[0]!r}; parts are {', '.join(PARTS)}.")
     step_ns = pl.col("time_ns").sum().over("rank")
@@ -251,7 +251,7 @@ def predicted_vs_measured(
     >>> predicted_vs_measured(mechanistic(run))  # doctest: +SKIP
     """
     columns = [f"{series}_ns" for series in SERIES]
-    _require(scored, ["step", *columns], "prediction")
+    require_columns(scored, ["step", *columns], "prediction")
     if scored.is_empty():
         raise LumosError("nothing to draw: the prediction table has no step.")
     rows = scored.unpivot(columns, index=["step"], variable_name="series", value_name="time_ns").join(
@@ -268,7 +268,7 @@ def predicted_vs_measured(
     domain = list(SERIES)
     colours, shapes = ([SERIES[series][n] for series in domain] for n in range(2))
     chart: alt.Chart = (
-        alt.Chart(_in_ms(rows), title=_heading(title))
+        alt.Chart(_in_ms(rows), title=heading(title))
         .mark_point(size=120, strokeWidth=2)
         .encode(
             x=alt.X("step:O").title("step").axis(labelAngle=0),
@@ -282,7 +282,8 @@ def predicted_vs_measured(
     return chart
 
 
-def _require(frame: pl.DataFrame, columns: Iterable[str], what: str) -> None:
+def require_columns(frame: pl.DataFrame, columns: Iterable[str], what: str) -> None:
+    """Raise InputError unless `frame` is one, SchemaError where it lacks a column."""
     if not isinstance(frame, pl.DataFrame):
         raise InputError(f"this takes the {what} table, a polars DataFrame; it was given a {type(frame).__name__}.")
     if missing := [c for c in columns if c not in frame.columns]:
