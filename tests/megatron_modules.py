@@ -447,6 +447,56 @@ class Stage(nn.Module):
         return CrossEntropy.apply(self.head(self.norm(x)), target, self.split).mean()
 
 
+class Replicas:
+    """Gradients of a stage added up in buckets as they become ready; `sharded`, each rank keeps a part (ZeRO 1).
+
+    Experts have buckets of their own: other ranks have copies of them.
+    """
+
+    def __init__(self, stage: nn.Module, split: Split, bucket_bytes: int, sharded: bool) -> None:
+        self.stage, self.split, self.sharded = stage, split, sharded
+        self.buckets: list[tuple[str, list[nn.Parameter]]] = []
+        named = [*stage.named_parameters()]
+        for group, experts in (("dp_cp", False), ("edp", True)):
+            mine = [p for name, p in reversed(named) if (".experts." in name) == experts]
+            bucket: list[nn.Parameter] = []
+            for p in mine:
+                bucket.append(p)
+                if sum(q.numel() for q in bucket) * p.element_size() >= bucket_bytes or p is mine[-1]:
+                    self.watch(group, bucket)
+                    bucket = []
+
+    def watch(self, group: str, bucket: list[nn.Parameter]) -> None:
+        """Add up a bucket once all its gradients are there."""
+        self.buckets.append((group, bucket))
+        ready: list[nn.Parameter] = []
+
+        def note(p: nn.Parameter) -> None:
+            ready.append(p)
+            if len(ready) == len(bucket):
+                ready.clear()
+                numbers = self.padded(group, bucket)
+                (scatter if self.sharded else all_reduce)(numbers, self.split, group=group)
+
+        for p in bucket:
+            p.register_post_accumulate_grad_hook(note)
+
+    def padded(self, group: str, bucket: list[nn.Parameter]) -> Tensor:
+        n, size = self.split.size(group) if self.sharded else 1, sum(p.numel() for p in bucket)
+        return bucket[0].new_empty(-(-size // n) * n)
+
+    def finish(self) -> None:
+        """What ends a step: gradients of what saw a part of the sequence only, then the new weights to all."""
+        if self.split.sp:
+            whole = (nn.LayerNorm, nn.RMSNorm, nn.Linear)
+            parts = [p for m in self.stage.modules() if isinstance(m, whole) for p in m.parameters()]
+            parts += [m.bias for m in self.stage.modules() if isinstance(m, Linear) and m.rows and m.bias is not None]
+            parts += [m.router for m in self.stage.modules() if isinstance(m, Moe)]
+            all_reduce(torch.cat([p.grad.flatten() for p in parts if p.grad is not None]), self.split)
+        for group, bucket in reversed(self.buckets) if self.sharded else ():
+            gather(self.padded(group, bucket).chunk(self.split.size(group))[0], self.split, group)
+
+
 def micro_batch(stage: nn.Module, shape: Shape, split: Split, dtype: torch.dtype, before: int, behind: int) -> None:
     """One micro-batch forward and backward, with its messages to the ranks before and behind."""
     rows = shape.seq // split.size("cp")

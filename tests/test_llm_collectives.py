@@ -88,7 +88,13 @@ Wrap = Callable[[nn.Module, megatron.Split], nn.Module]
 
 
 def issued(
-    model: Transformer, layout: Parallelism, train: Training, rank: int, wrap: Wrap | None, warmup: int
+    model: Transformer,
+    layout: Parallelism,
+    train: Training,
+    rank: int,
+    wrap: Wrap | None,
+    warmup: int,
+    finish: Callable[[], None] | None,
 ) -> pl.DataFrame:
     """What the torch modules issue for one micro-batch."""
     stage = rank // (layout.tp * layout.cp * layout.dp)
@@ -111,6 +117,8 @@ def issued(
 
         def step() -> None:
             megatron.micro_batch(module, shape, split, dtype, rank - apart, rank + apart)
+            if finish:
+                finish()
 
         for _ in range(warmup):
             step()
@@ -126,14 +134,17 @@ def compared(
     rank: int = 0,
     wrap: Wrap | None = None,
     warmup: int = 0,
+    finish: Callable[[], None] | None = None,
 ) -> None:
     """Assert that table and modules have the same collectives: phase, kind, ranks, bytes and peer, in order.
 
-    Where `wrap` spreads no gradients, those of the table are left out.
+    Where `wrap` spreads no gradients, those of the table are left out; so is the step's end without `finish`.
     """
     check(model, layout, train)
     stage = rank // (layout.tp * layout.cp * layout.dp)
-    table = work(model, layout, train, stage).filter(pl.col("kind") == "comm", pl.col("when") != "step")
+    table = work(model, layout, train, stage).filter(
+        pl.col("kind") == "comm", pl.col("when").ne("step") | (finish is not None)
+    )
     table = table if wrap else table.filter(pl.col("part") != "gradients")
     members = {
         name: next(ranks for ranks in layout.groups(name).tolist() if rank in ranks) for name in table["group"].unique()
@@ -144,10 +155,11 @@ def compared(
         for name, peer in table.select("group", "peer").rows()
     ]
     ranks = [[*range(layout.world)] if name == "pp" else members[name] for name in table["group"]]
+    table = table.with_columns(phase=pl.when(pl.col("when") == "step").then(pl.lit("forward")).otherwise("phase"))
     columns = table.select(PHASE, "collective", "size_bytes")
     expected = [(*row, group, peer) for row, group, peer in zip(columns.rows(), ranks, peers, strict=True)]
     assert expected
-    got = issued(model, layout, train, rank, wrap, warmup)
+    got = issued(model, layout, train, rank, wrap, warmup, finish)
     assert got.select(PHASE, "collective", "comm_bytes", "group_ranks", "peer").rows() == expected
 
 
@@ -181,6 +193,8 @@ def fully_sharded(module: nn.Module, split: megatron.Split) -> nn.Module:
         groups = [split.groups["replica"], split.groups["shard"]]
         mesh = DeviceMesh.from_group(groups, "cpu", mesh=both, mesh_dim_names=("replica", "shard"))
     for layer in module.layers:
+        if "edp" in split.groups and isinstance(layer.mlp, megatron.Moe):
+            fully_shard(layer.mlp.experts, mesh=DeviceMesh.from_group(split.groups["edp"], "cpu"), mp_policy=policy)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(module, mesh=mesh, mp_policy=policy)
 
@@ -191,6 +205,11 @@ FSDP = {
     "llama with tp and sp": (LLAMA, Parallelism(dp=8, tp=8, sequence_parallel=True, zero=3)),
     "llama with cp": (LLAMA, Parallelism(dp=4, cp=4, zero=3)),
     "gpt with pp, last stage": (GPT, Parallelism(dp=4, pp=3, zero=3)),
+    "mixtral with ep": (MIXTRAL, Parallelism(dp=8, ep=4, zero=3)),
+    "deepseek with tp, sp and ep": (
+        DEEPSEEK,
+        Parallelism(dp=8, tp=4, sequence_parallel=True, ep=4, etp=2, zero=3),
+    ),
 }
 
 
@@ -202,8 +221,13 @@ def test_fully_sharded_layers_are_gathered_and_scattered_as_torch_does(model: Tr
 
 @pytest.mark.parametrize(
     ("model", "layout", "bucket_bytes"),
-    [("gpt", Parallelism(dp=64), 2**20), ("llama", Parallelism(dp=8), 2**21)],
-    ids=["gpt in small buckets", "llama in larger ones"],
+    [
+        ("gpt", Parallelism(dp=64), 2**20),
+        ("llama", Parallelism(dp=2, cp=2), 2**21),
+        ("gpt", Parallelism(dp=4, tp=4, sequence_parallel=True), 2**17),
+        ("llama", Parallelism(dp=4, tp=2), 2**19),
+    ],
+    ids=["gpt in small buckets", "llama in larger ones with cp", "gpt with tp and sp", "llama with tp"],
 )
 def test_replicated_gradients_are_added_up_in_the_buckets_of_ddp(
     model: str, layout: Parallelism, bucket_bytes: int
@@ -255,3 +279,23 @@ def test_experts_get_and_give_back_tokens_as_in_torch(model: Transformer, layout
 
 def test_experts_with_a_capacity_need_no_counts() -> None:
     compared(MIXTRAL, Parallelism(dp=8, ep=8), msgspec.structs.replace(TRAIN, capacity=1.0))
+
+
+REPLICAS = {
+    "gpt": (GPT, Parallelism(dp=8, zero=1)),
+    "gpt with tp, sp and pp": (GPT, Parallelism(dp=4, tp=4, pp=3, sequence_parallel=True, zero=1)),
+    "llama with tp, sp and cp": (LLAMA, Parallelism(dp=2, tp=2, cp=2, sequence_parallel=True, zero=1)),
+    "mixtral with ep": (MIXTRAL, Parallelism(dp=8, ep=4)),
+    "deepseek with ep, tp and sp": (DEEPSEEK, Parallelism(dp=8, tp=2, ep=4, sequence_parallel=True, zero=1)),
+}
+
+
+@pytest.mark.parametrize(("model", "layout"), REPLICAS.values(), ids=REPLICAS)
+def test_buckets_and_what_ends_a_step_are_those_of_torch(model: Transformer, layout: Parallelism) -> None:
+    train, made = msgspec.structs.replace(TRAIN, bucket_bytes=2**19), []
+
+    def replicas(module: nn.Module, split: megatron.Split) -> nn.Module:
+        made.append(megatron.Replicas(module, split, train.bucket_bytes, layout.zero > 0))
+        return module
+
+    compared(model, layout, train, rank=layout.world - 1, wrap=replicas, finish=lambda: made[0].finish())

@@ -26,6 +26,7 @@ WORK: Mapping[str, pl.DataType] = {
     "phase": pl.String(),  # forward, backward, backward_weight (may be put off), optimizer
     "layer": pl.Int32(),  # of the whole model; null outside the layers
     "part": pl.String(),
+    "weight": pl.String(),  # of what has one, its name in Transformer.weights
     "kind": pl.String(),  # compute, comm
     "when": pl.String(),  # each micro-batch, the last one of a step, or the step's end
     "again": pl.Boolean(),  # repeated in the backward pass (recompute)
@@ -122,9 +123,10 @@ class Rank:
         """The mirror of `sums`, in front of a column-parallel product."""
         return Block(*reversed(self.sums(group, size_bytes, sp)))
 
-    def moves(self, op: str, rows: float, cols: int, dtype: str = "") -> Block:
+    def moves(self, op: str, rows: float, cols: int, dtype: str = "", weight: str | None = None) -> Block:
         """An op that moves data, and its gradient."""
         row = {"kind": "compute", "op": op, "dtype": dtype or self.dtype, "rows": math.ceil(rows), "cols": cols}
+        row["weight"] = weight
         return Block([row | {"pass": "fwd"}], [row | {"pass": "bwd"}])
 
     def product(self, weight: Weight, rows: float) -> Block:
@@ -134,6 +136,7 @@ class Rank:
         op = "grouped_gemm" if experts else "gemm_bias" if bias else "gemm"
         (n, k), m = mine.shape, max(1, math.ceil(rows))
         row = {"kind": "compute", "op": op, "dtype": self.train.dtype, "groups": mine.copies, "m": m, "n": n, "k": k}
+        row["weight"] = weight.name
         back = row | {"op": op.removesuffix("_bias")}
         by_weight = {"pass": "bwd_grad_w", "accumulate": True, "out_dtype": self.train.grad_dtype}
         return Block([row | {"pass": "fwd"}], [back | {"pass": "bwd_grad_act"}, back | by_weight])
@@ -157,12 +160,14 @@ class Rank:
 
     def norm(self, weight: Weight) -> Block:
         """A norm over a tensor rank's part of the sequence."""
-        return self.moves("rmsnorm" if self.model.norm == "rms" else "layernorm", self.rows, weight.shape[0])
+        op = "rmsnorm" if self.model.norm == "rms" else "layernorm"
+        return self.moves(op, self.rows, weight.shape[0], weight=weight.name)
 
-    def residual(self, _: Weight) -> Block:
-        """What a half layer adds to its input."""
+    def residual(self, weight: Weight) -> Block:
+        """What a half layer adds to its input, a bias with it."""
         dropped = [self.moves("dropout", self.rows, self.model.hidden)] if self.train.dropout else []
-        return chain([*dropped, self.moves("add", self.rows, self.model.hidden)])
+        bias = f"{weight.name} bias" if self.model.bias and weight.split == "in" else None
+        return chain([*dropped, self.moves("add", self.rows, self.model.hidden, weight=bias)])
 
     def activation(self, down: Weight) -> Block:
         """What is between the two products of an MLP."""
@@ -276,14 +281,15 @@ class Rank:
     def first(self) -> Block:
         """The embedding, whose vocabulary is split."""
         model, sp, learned = self.model, self.layout.sequence_parallel, self.model.positions == "learned"
-        size = self.wide(model.hidden)
-        summed = self.sums("tp", size, sp)
-        if learned:  # positions are added to the whole sequence, which is then cut
-            summed = summed._replace(forward=self.comm("tp", "all_reduce", size))
-        added = [self.moves("add", self.tokens, model.hidden)] if learned else []
+        summed = self.sums("tp", self.wide(model.hidden), sp)
         dropped = [self.moves("dropout", self.rows, model.hidden)] if self.train.dropout else []
-        lookup = self.moves("embedding_lookup", self.tokens, model.hidden)
-        return _parted("embedding", chain([lookup, summed, *added, *dropped]))
+        lookup = self.moves("embedding_lookup", self.tokens, model.hidden, weight="tokens")
+        parts = [lookup, summed, *dropped]
+        if learned:  # positions are added to the whole sequence, which is then cut
+            whole, cut = self.sums("tp", self.wide(model.hidden), False), Block([], summed.backward)
+            added = self.moves("add", self.tokens, model.hidden, weight="positions")
+            parts = [lookup, whole, added, cut, *dropped]
+        return _parted("embedding", chain(parts))
 
     def last(self) -> Block:
         """The last norm, the head and the loss over a split vocabulary."""
@@ -321,6 +327,7 @@ PARTS: tuple[tuple[str, str, Maker], ...] = (
     ("mlp", "up", Rank.linear),
     ("mlp", "down", Rank.activation),
     ("mlp", "down", Rank.linear),
+    ("mlp", "down", Rank.residual),
     ("router", "router", Rank.linear),
     ("router", "router", Rank.dispatch),
     ("experts", "up", Rank.experts),
@@ -330,7 +337,7 @@ PARTS: tuple[tuple[str, str, Maker], ...] = (
     ("shared", "up", Rank.linear),
     ("shared", "down", Rank.activation),
     ("shared", "down", Rank.linear),
-    ("norm", "before mlp", Rank.residual),
+    ("router", "router", Rank.residual),
 )
 """Parts of a layer in order: the part, the weight without which it is not there, and what makes its block."""
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, islice, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -29,17 +30,30 @@ MESSAGES = (("forward", "recv", -1), ("forward", "send", 1), ("backward", "recv"
 """Phase, direction and peer (stages further) of what stages tell each other."""
 
 
-Page = tuple[str | bool, str | int, int]
+Page = tuple[str | bool, str, int]
 """Name of some rows: a block ("first", "last", or whether a layer has experts), which of them, and whose: `ALL` or a
 stage."""
 ALL = -1
 
 
+class _Insert(NamedTuple):
+    """A page that comes into another, behind so many of its rows; with the layer that it serves."""
+
+    behind: int
+    page: Page
+    place: int
+
+
+Inserts = dict[tuple[int, str, int], list[_Insert]]
+"""What comes into the pages of a stage, a phase and a layer."""
+
+
 class _Book(NamedTuple):
-    """Distinct rows, and where those of a page lie."""
+    """Distinct rows, where those of a page lie, and what comes in between."""
 
     rows: pl.DataFrame
     pages: dict[Page, NDArray[np.int64]]
+    inserts: Inserts
 
 
 class _Held(NamedTuple):
@@ -58,21 +72,69 @@ def _book(model: Transformer, layout: Parallelism, train: Training) -> _Book:
     blocks: dict[tuple[str | bool, int], Block] = {("first", 0): rank.first(), ("last", last): rank.last()}
     blocks |= {(kind, ALL): rank.layer(weights[kind]) for kind in kinds}
     pages: dict[Page, list[Row]] = {
-        (name, phase, stage): [{"phase": phase, "when": "each"} | row for row in rows]
+        (name, phase, stage): [{"when": "each"} | row for row in rows]
         for (name, stage), block in blocks.items()
         for phase, rows in zip(("forward", "backward"), block, strict=True)
     }
     for kind in kinds:
-        held = [_Held(0, rank.shard(weight)) for weight in weights[kind]]
-        for phase in ("forward", "backward"):
-            pages[kind, f"gather {phase}", ALL] = _gathered(rank, held, phase)
-        pages[kind, "reduce", ALL] = _reduced(rank, held) if layout.zero == 3 else []
+        for unit, members in _units(_Held(0, rank.shard(weight)) for weight in weights[kind]).items():
+            pages[kind, f"gather {unit}", ALL] = _gathered(rank, members)
+            pages[kind, f"reduce {unit}", ALL] = _reduced(rank, members)
+    inserts: Inserts = {}
+    ready = _ready(pages)
     for stage, layers in enumerate(_layers(model, layout)):
-        for (name, what), rows in _added(rank, _held(rank, weights, stage, layers), stage, layers).items():
-            pages[name, what, stage] = rows
+        held = _held(rank, weights, stage, layers)
+        buckets = _buckets(rank, held)
+        for (what, phase), rows in _added(rank, held, buckets, stage, layers).items():
+            pages[what, phase, stage] = rows
+        for i, (place, weight) in enumerate(bucket[-1] for bucket in buckets):
+            name = model.has_experts(place) if place in layers else "first" if place < layers.start else "last"
+            key = name, weight.part, weight.name
+            at = ready.get(key) or ready[*key[:2], weight.name.removesuffix(" bias")]
+            inserts.setdefault((stage, "backward", place), []).append(_Insert(at, ("due", str(i), stage), place))
+        if layout.zero == 3:
+            _fetch(rank, pages, inserts, stage, layers)
     ends = np.cumsum([0, *(len(rows) for rows in pages.values())])
     places = {name: np.arange(*span) for name, span in zip(pages, pairwise(ends), strict=True)}
-    return _Book(_frame([row for rows in pages.values() for row in rows]), places)
+    return _Book(_frame([row for rows in pages.values() for row in rows]), places, inserts)
+
+
+def _ready(pages: Mapping[Page, list[Row]]) -> dict[tuple[str | bool, str, str], int]:
+    """How many rows of a backward page have run when the gradient of a weight is there."""
+    return {
+        (name, row["part"], row["weight"]): i + 1
+        for (name, what, _), rows in pages.items()
+        for i, row in enumerate(rows)
+        if what == "backward" and row.get("weight") and not row.get("again")
+    }
+
+
+def _fetch(rank: Rank, pages: Mapping[Page, list[Row]], inserts: Inserts, stage: int, layers: range) -> None:
+    """ZeRO 3, as FSDP2: a unit's weights are gathered when it begins, backward some units ahead, and reduced behind."""
+    model, units = rank.model, []
+
+    def insert(phase: str, place: int, behind: int, what: str, of: int) -> None:
+        page = model.has_experts(of), what, ALL
+        inserts.setdefault((stage, phase, place), []).append(_Insert(behind, page, of))
+
+    for layer in reversed(layers):
+        kind = model.has_experts(layer)
+        for unit in ("dense", "experts")[: 1 + kind]:
+            for phase in ("forward", "backward"):
+                rows = pages[kind, phase, ALL]
+                own = [i for i, row in enumerate(rows) if unit == "dense" or row["part"] == "experts"]
+                if phase == "forward":
+                    insert(phase, layer, own[0], f"gather {unit}", layer)
+                else:
+                    insert(phase, layer, own[-1] + 1, f"reduce {unit}", layer)
+                    units.append((layer, own[0], unit))
+    ends = layers.start == 0 or layers.stop == model.layers  # their weights are there still
+    begins = [(units[0] if layers.stop < model.layers else (layers.stop, 0, "")), *units] if ends else units
+    ahead, wanted = iter(units), rank.train.prefetch + (not ends)
+    for place, behind, _ in begins:
+        for layer, _, unit in islice(ahead, wanted):
+            insert("backward", place, behind, f"gather {unit}", layer)
+        wanted = 1
 
 
 def _layers(model: Transformer, layout: Parallelism) -> list[range]:
@@ -82,7 +144,7 @@ def _layers(model: Transformer, layout: Parallelism) -> list[range]:
 
 def _frame(rows: Sequence[Row]) -> pl.DataFrame:
     """Rows as a work table, with FLOPs and bytes of what computes."""
-    by_weight = (pl.col("phase") == "backward") & (pl.col("pass") == "bwd_grad_w").fill_null(False)
+    by_weight = (pl.col("pass") == "bwd_grad_w").fill_null(False)
     frame = pl.DataFrame(rows, schema=dict(WORK), strict=False).with_columns(
         phase=pl.when(by_weight).then(pl.lit("backward_weight")).otherwise("phase"),
         again=pl.col("again").fill_null(False),
@@ -117,11 +179,17 @@ def _held(rank: Rank, weights: Mapping[bool, tuple[Weight, ...]], stage: int, la
     ]
 
 
-def _spread_over(held: Sequence[_Held]) -> tuple[tuple[str, str, list[_Held]], ...]:
-    """Dense weights and those of experts: the groups that add up their gradients and that ZeRO spreads them over."""
-    experts = [h.weight.part == "experts" for h in held]
-    dense = [h for h, is_expert in zip(held, experts, strict=True) if not is_expert]
-    return ("dp_cp", "shard", dense), ("edp", "edp", [h for h, e in zip(held, experts, strict=True) if e])
+def _units(held: Iterable[_Held]) -> dict[str, list[_Held]]:
+    """Dense weights and those of experts, which other ranks have copies of."""
+    units: dict[str, list[_Held]] = {}
+    for one in held:
+        units.setdefault("experts" if one.weight.part == "experts" else "dense", []).append(one)
+    return units
+
+
+def _groups(held: Sequence[_Held]) -> tuple[str, str]:
+    """Groups that add up the gradients of a unit, and that ZeRO spreads it over."""
+    return ("edp", "edp") if held and held[0].weight.part == "experts" else ("dp_cp", "shard")
 
 
 def _padded(weight: Weight, n: int) -> int:
@@ -130,32 +198,24 @@ def _padded(weight: Weight, n: int) -> int:
     return math.ceil(first / n) * n * (weight.size // first)
 
 
-def _gathered(rank: Rank, held: Sequence[_Held], phase: str) -> list[Row]:
-    """ZeRO 3: the weights of a layer or of the stage's ends, from those who hold them."""
-    if rank.layout.zero < 3:
-        return []
-    made = {"phase": phase, "part": "weights", "when": "each"}
-    return [
-        made | row
-        for _, group, members in _spread_over(held)
-        for row in rank.comm(
-            group, "all_gather", rank.width(sum(_padded(h.weight, rank.group_sizes[group]) for h in members))
-        )
-    ]
+def _gathered(rank: Rank, held: Sequence[_Held]) -> list[Row]:
+    """ZeRO 3: the weights of a unit, from those who hold them."""
+    _, group = _groups(held)
+    numbers = sum(_padded(h.weight, rank.group_sizes[group]) for h in held)
+    return [{"part": "weights", "when": "each"} | row for row in rank.comm(group, "all_gather", rank.width(numbers))]
 
 
 def _reduced(rank: Rank, held: Sequence[_Held]) -> list[Row]:
-    """Gradients of some weights, added up over the replicas; with ZeRO each keeps a part of them."""
-    layout, rows = rank.layout, []
-    for whole, shard, members in _spread_over(held):
-        n = rank.group_sizes[shard]
-        numbers = sum(_padded(h.weight, n) if layout.zero == 3 else h.weight.size for h in members)
-        if not layout.zero:
-            rows += rank.comm(whole, "all_reduce", rank.width(numbers, rank.train.grad_dtype))
-            continue
-        size = rank.width(math.ceil(numbers / n) * n, rank.train.grad_dtype)
-        rows += rank.comm(shard, "reduce_scatter", size)
+    """Gradients of a unit, added up over the replicas; with ZeRO each keeps a part of them."""
+    layout, (whole, shard) = rank.layout, _groups(held)
+    n = rank.group_sizes[shard]
+    numbers = sum(_padded(h.weight, n) if layout.zero == 3 else h.weight.size for h in held)
+    size = rank.width(math.ceil(numbers / n) * n if layout.zero else numbers, rank.train.grad_dtype)
+    if layout.zero:
+        rows = rank.comm(shard, "reduce_scatter", size)
         rows += rank.comm("replica", "all_reduce", size // n) if shard == "shard" else []
+    else:
+        rows = rank.comm(whole, "all_reduce", size)
     made = {"phase": "backward", "part": "gradients", "when": "each" if layout.zero > 1 else "last"}
     return [made | row for row in rows]
 
@@ -164,7 +224,7 @@ def _buckets(rank: Rank, held: Sequence[_Held]) -> list[list[_Held]]:
     """Weights in the order in which their gradients are ready, in buckets that close once they are full."""
     most = rank.train.bucket_bytes or math.inf
     buckets: list[list[_Held]] = []
-    for *_, members in _spread_over(held) if rank.layout.zero < 3 else ():
+    for members in _units(held).values() if rank.layout.zero < 3 else ():
         size, limit = math.inf, min(FIRST_BUCKET_BYTES, most) if most < math.inf else most
         for one in reversed(members):
             if size >= limit:
@@ -176,7 +236,7 @@ def _buckets(rank: Rank, held: Sequence[_Held]) -> list[list[_Held]]:
     return buckets
 
 
-def _step(rank: Rank, held: Sequence[_Held], buckets: Sequence[list[_Held]], stage: int) -> list[Row]:
+def _step(rank: Rank, held: Sequence[_Held], buckets: Sequence[Sequence[_Held]], stage: int) -> list[Row]:
     """What ends a step: sums that micro-batches leave open, the optimizer, the new weights to all (ZeRO 1 and 2)."""
     layout, train, model = rank.layout, rank.train, rank.model
     open_sums, rows = [], []
@@ -187,17 +247,17 @@ def _step(rank: Rank, held: Sequence[_Held], buckets: Sequence[list[_Held]], sta
     if model.tied and layout.pp > 1 and stage in (0, layout.pp * layout.chunks - 1):
         size = rank.width(model.vocab * model.hidden // layout.tp, train.grad_dtype)
         open_sums += [row | {"group_size": 2} for row in rank.comm("pp", "all_reduce", size)]
-    for _, group, members in _spread_over(held):
-        numbers = sum(h.weight.size for h in members) / (rank.group_sizes[group] if layout.zero else 1)
-        if numbers:
-            update = rank.moves(OPTIMIZER_OPS[train.optimizer], numbers / model.hidden, model.hidden, "fp32").forward
-            cast = rank.moves("cast", numbers / model.hidden, model.hidden, "fp32").forward if train.master else []
-            rows += [row | {"pass": "any"} for row in update] + [row | {"out_dtype": rank.dtype} for row in cast]
-    if layout.zero in (1, 2):
-        for *_, group, members in (spread for bucket in reversed(buckets) for spread in _spread_over(bucket)):
-            n = rank.group_sizes[group]
-            size = rank.width(math.ceil(sum(h.weight.size for h in members) / n) * n)
-            rows += [{"part": "weights"} | row for row in rank.comm(group, "all_gather", size)]
+    for members in _units(held).values():
+        spread = rank.group_sizes[_groups(members)[1]] if layout.zero else 1
+        width = sum(h.weight.size for h in members) / spread / model.hidden
+        update = rank.moves(OPTIMIZER_OPS[train.optimizer], width, model.hidden, "fp32").forward
+        cast = rank.moves("cast", width, model.hidden, "fp32").forward if train.master else []
+        rows += [row | {"pass": "any"} for row in update] + [row | {"out_dtype": rank.dtype} for row in cast]
+    for bucket in reversed(buckets) if layout.zero else ():
+        _, group = _groups(bucket)
+        n = rank.group_sizes[group]
+        size = rank.width(math.ceil(sum(h.weight.size for h in bucket) / n) * n)
+        rows += [{"part": "weights"} | row for row in rank.comm(group, "all_gather", size)]
     made: Row = {"phase": "backward", "part": "gradients", "when": "step"}
     return [made | row for row in open_sums] + [made | {"phase": "optimizer", "part": "optimizer"} | r for r in rows]
 
@@ -234,51 +294,49 @@ def work(model: Transformer, layout: Parallelism, train: Training, stage: int = 
     stages = _layers(model, layout)
     if not 0 <= stage < len(stages):
         raise InputError(f"stage is {stage}; this layout has {len(stages)} virtual stages, counted from 0.")
-    rows, pages = _book(model, layout, train)
-    layers = stages[stage]
-    found = [
-        (pages.get((*name, stage), pages.get((*name, ALL))), layer) for name, layer in _order(model, train, layers)
-    ]
-    turns = [(place, layer) for place, layer in found if place is not None]
-    index = np.concatenate([place for place, _ in turns])
-    layer = np.repeat([layer for _, layer in turns], [len(place) for place, _ in turns])
+    book, layers, turns = _book(model, layout, train), stages[stage], []
+    for name, phase, place in _order(model, layers):
+        page = book.pages.get((name, phase, stage), book.pages.get((name, phase, ALL)))
+        if page is None:
+            continue
+        done = 0
+        for behind, inner, of in sorted(book.inserts.get((stage, phase, place), ()), key=itemgetter(0)):
+            turns += [(page[done:behind], phase, place), (book.pages[inner], phase, of)]
+            done = behind
+        turns.append((page[done:], phase, place))
+    counts = [len(rows) for rows, *_ in turns]
+    layer = np.repeat([place for *_, place in turns], counts)
     inside = pl.Series((layer >= layers.start) & (layer < layers.stop))
-    return rows[index].with_columns(layer=pl.when(inside).then(pl.Series(layer, dtype=pl.Int32)))
+    phases = pl.Series(np.repeat([phase for _, phase, _ in turns], counts))
+    return book.rows[np.concatenate([rows for rows, *_ in turns])].with_columns(
+        phase=pl.when(pl.col("phase").is_null()).then(phases).otherwise("phase"),
+        layer=pl.when(inside).then(pl.Series(layer, dtype=pl.Int32)),
+    )
 
 
-def _added(rank: Rank, held: Sequence[_Held], stage: int, layers: range) -> dict[tuple[str, str | int], list[Row]]:
+def _added(
+    rank: Rank, held: Sequence[_Held], buckets: Sequence[Sequence[_Held]], stage: int, layers: range
+) -> dict[tuple[str, str], list[Row]]:
     """Rows of one stage alone: messages, weights and gradients of its ends, reductions when due, the step's."""
     layout, last = rank.layout, rank.layout.pp * rank.layout.chunks - 1
-    added: dict[tuple[str, str | int], list[Row]] = {}
-    if layout.zero == 3:
-        root = [h for h in held if h.place not in layers]
-        added |= {("root", "gather"): _gathered(rank, root, "forward"), ("root", "reduce"): _reduced(rank, root)}
-    for bucket in (buckets := _buckets(rank, held)):
-        added.setdefault(("due", bucket[-1].place), []).extend(_reduced(rank, bucket))
+    root = [h for h in held if h.place not in layers]
+    added = {("due", str(i)): _reduced(rank, bucket) for i, bucket in enumerate(buckets)}
+    if layout.zero == 3 and root:
+        added |= {("root", "forward"): _gathered(rank, root), ("root", "backward"): _reduced(rank, root)}
     size, made = rank.width(rank.rows * rank.model.hidden), {"part": "message", "when": "each"}
     for phase, collective, peer in MESSAGES:
         if stage > 0 if peer < 0 else stage < last:
-            rows = rank.comm("pp", collective, size, peer)
-            added[phase, collective] = [made | {"phase": phase} | row for row in rows]
+            added[collective, phase] = [made | row for row in rank.comm("pp", collective, size, peer)]
     return added | {("step", ""): _step(rank, held, buckets, stage)}
 
 
-def _order(model: Transformer, train: Training, layers: range) -> Iterator[tuple[tuple[str | bool, str | int], int]]:
-    """Pages in order, with their layers; those that a stage lacks are named all the same."""
-    kind = {layer: model.has_experts(layer) for layer in layers}
-    yield from (((name), layers.start - 1) for name in (("forward", "recv"), ("root", "gather"), ("first", "forward")))
-    for layer in layers:
-        yield from (((kind[layer], page), layer) for page in ("gather forward", "forward"))
-    yield from ((name, layers.stop) for name in (("last", "forward"), ("forward", "send"), ("backward", "recv")))
-    ahead, wanted = iter(reversed(layers)), 1 + train.prefetch
-    if layers.start == 0 or layers.stop == model.layers:  # weights of the ends are there still, the next are fetched
-        yield from (((kind[early], "gather backward"), early) for early in islice(ahead, train.prefetch))
-        wanted = 1
-    yield from ((name, layers.stop) for name in (("last", "backward"), ("due", layers.stop)))
-    for layer in reversed(layers):
-        yield from (((kind[early], "gather backward"), early) for early in islice(ahead, wanted))
-        wanted = 1
-        yield from (((kind[layer], page), layer) for page in ("backward", "reduce"))
-        yield ("due", layer), layer
-    ends = (("first", "backward"), ("due", layers.start - 1), ("root", "reduce"))
-    yield from ((name, layers.start - 1) for name in (*ends, ("backward", "send"), ("step", "")))
+def _order(model: Transformer, layers: range) -> Iterator[tuple[str | bool, str, int]]:
+    """Pages in order (name and phase), with their layers; those that a stage lacks are named all the same."""
+    before, behind = layers.start - 1, layers.stop
+    yield from ((name, "forward", before) for name in ("recv", "root", "first"))
+    yield from ((model.has_experts(layer), "forward", layer) for layer in layers)
+    yield from (("last", "forward", behind), ("send", "forward", behind))
+    yield from (("recv", "backward", behind), ("last", "backward", behind))
+    yield from ((model.has_experts(layer), "backward", layer) for layer in reversed(layers))
+    yield from ((name, "backward", before) for name in ("first", "root", "send"))
+    yield "step", "", before
