@@ -94,8 +94,8 @@ def error(made: Calibration, run: str) -> float:
 
 
 @pytest.mark.parametrize("run", ["gpt-ddp", "gpt-tp"])
-def test_a_run_of_ones_own_halves_the_error_on_another(adapted: Calibration, run: str) -> None:
-    assert error(adapted, run) < 0.6 * error(load_calibration("cpu"), run)
+def test_a_run_of_ones_own_takes_a_quarter_and_more_off_the_error_on_another(adapted: Calibration, run: str) -> None:
+    assert error(adapted, run) < 0.75 * error(load_calibration("cpu"), run)
 
 
 def test_a_run_brings_its_host_overheads(adapted: Calibration) -> None:
@@ -128,3 +128,9 @@ def test_a_run_without_sizes_is_refused(traces: Path) -> None:
 )
 def test_devices_by_other_names_find_their_sheets(traces: Path, path: str, name: str) -> None:
     assert set(kernel_samples(load_run(traces / path))["gpu"].drop_nulls()) == {name}
+
+
+def test_of_a_tensor_parallel_rank_the_local_product_counts_and_not_what_dispatches_it() -> None:
+    samples = kernel_samples(load_run(datasets.path("gpt-tp"))).filter(pl.col("family") == "gemm")
+    sizes = samples.filter(pl.col("pass") == "fwd").select("m", "n", "k").unique().rows()
+    assert set(sizes) == {(512, 64, 128), (512, 128, 64), (512, 256, 128), (512, 128, 256), (512, 512, 128)}
