@@ -20,8 +20,8 @@ from benchmarks.baselines import BASELINES, Floats, Predictor
 from benchmarks.rows import Row
 from lumos_nb import datasets
 from lumos_nb.config import find_gpu
-from lumos_nb.costs.intervals import Band
-from lumos_nb.costs.kernels import fit_kernels
+from lumos_nb.costs.heldout import band_of, difficulty_of
+from lumos_nb.costs.kernels import KernelModel, fit_kernels, prior_cell
 from lumos_nb.costs.work import with_work
 from lumos_nb.errors import CalibrationError
 
@@ -33,24 +33,25 @@ ANY = pl.lit(True)
 VIDUR, NEUSIGHT = pl.col("source") == "microsoft/vidur", pl.col("source") == "sitar-lab/NeuSight"
 GEMM, ATTENTION, BANDWIDTH = (pl.col("part") == part for part in ("gemm", "attention", "bandwidth"))
 HALF, B200 = pl.col("dtype").is_in(["fp16", "bf16", "fp16/bf16"]), pl.col("gpu") == "B200"
-IMPLEMENTATION = ("gpu", "source", "implementation", "pass", "causal")
+ON_ONE_GPU = ("gpu", "implementation")
+HEAD_DIMS, LENGTHS = (pl.col(column).n_unique().over(ON_ONE_GPU) for column in ("head_dim", "seq_q"))
 
 
 @dataclass(frozen=True)
 class Family:
     """Splits of one kind: every group of `rows` is priced by those that agree in `same` and differ in all of `unseen`.
 
-    `inner` is what the training rows are split by in turn for the interval, `unseen` again where none is given; `least`
-    how many values of the first of `unseen` there must be; `tested` restricts what is left out.
+    `least` is how many values of the first of `unseen` there must be; `tested` restricts what is left out, for the
+    interval too (where the training rows are split by `unseen` in turn) if `again` says so.
     """
 
     name: str
     rows: pl.Expr
     unseen: tuple[str, ...]
     same: tuple[str, ...] = ()
-    inner: tuple[str, ...] = ()
     tested: pl.Expr = ANY
     least: int = 2
+    again: bool = False
 
     def splits(self, samples: pl.DataFrame) -> Iterator[Split]:
         """Every group left out in turn, in the order of the samples."""
@@ -64,7 +65,7 @@ class Family:
 
     def within(self) -> Family:
         """The splits of the training rows of one of these."""
-        return replace(self, unseen=self.inner or self.unseen, tested=ANY, least=2)
+        return replace(self, tested=self.tested if self.again else ANY, least=2)
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,10 @@ FAMILIES = (
     Family("half bandwidth, model unseen", VIDUR & BANDWIDTH, ("model",), ("gpu",)),
     Family("fp32, GPU unseen", NEUSIGHT, ("gpu",)),
     Family("fp32 bandwidth, widths unseen", NEUSIGHT & BANDWIDTH, ("widths",), ("gpu",)),
-    Family("attention, head dim unseen", ATTENTION, ("head_dim",), IMPLEMENTATION, ("seq_q",)),
-    Family("attention, length unseen", ATTENTION, ("seq_q",), IMPLEMENTATION, least=4),
+    # all of an implementation's rows of one head dim or length on one GPU, whatever their source, mask and pass
+    Family("attention, head dim unseen", ATTENTION, ("kind of heads",), tested=HEAD_DIMS > 1, again=True),
+    Family("attention, length unseen", ATTENTION, ("kind of length",), tested=LENGTHS > 3, again=True),
+    Family("attention, head dim unseen on any GPU", ATTENTION, ("heads anywhere",), tested=HEAD_DIMS > 1, again=True),
     Family("half, B200 unseen", HALF & ~BANDWIDTH, ("gpu",), tested=B200),
     Family("B200 gemms, weights unseen", B200 & (GEMM | (pl.col("op") == "grouped_gemm")), ("weights",), ("gpu",)),
 )
@@ -118,7 +121,8 @@ def samples() -> pl.DataFrame:
     weights = pl.when(pl.col("trans") == "NT").then(pl.col("m")).otherwise(pl.col("k"))
     parts = ["gemm", "grouped_gemm", "gemm_bias", "bmm", "attention"]
     return with_scatter(
-        with_work(frame).with_columns(
+        with_work(frame)
+        .with_columns(
             gpu=pl.col("gpu").replace_strict(sheet),
             part=pl.when(pl.col("op").is_in(parts)).then("op").otherwise(pl.lit("bandwidth")),
             implementation=pl.col("method").str.split(";").list.first(),
@@ -126,6 +130,11 @@ def samples() -> pl.DataFrame:
             + pl.max_horizontal(pl.when(pl.col("cols") > w).then(w) for w in WIDTHS).cast(pl.String),
             # the weight of a linear layer is n x k forward and backward, and m x n where its gradient is the output
             weights=pl.concat_list("n", weights).list.sort().rank("dense") % FOLDS,
+        )
+        .with_columns(
+            pl.format("{} of {}", "head_dim", "implementation").alias("heads anywhere"),
+            pl.format("{} of {} on {}", "head_dim", *reversed(ON_ONE_GPU)).alias("kind of heads"),
+            pl.format("{} of {} on {}", "seq_q", *reversed(ON_ONE_GPU)).alias("kind of length"),
         )
     )
 
@@ -180,11 +189,19 @@ def priced(split: Split, fit: Callable[[pl.DataFrame], Predictor]) -> pl.DataFra
 
     def of(part: pl.DataFrame) -> pl.DataFrame:
         try:
-            return part.with_columns(dur_us=pl.Series(predict(part)))
+            return part.with_columns(dur_us=pl.Series(predict(part)), floor_us=floor_us(part))
         except CalibrationError:
-            return part.with_columns(dur_us=pl.lit(None, pl.Float64))
+            return part.with_columns(dur_us=pl.lit(None, pl.Float64), floor_us=pl.lit(None, pl.Float64))
 
     return pl.concat([of(part) for part in split.test.partition_by("gpu", "part", maintain_order=True)])
+
+
+def floor_us(part: pl.DataFrame) -> pl.Series:
+    """The roofline of kernels of one GPU as the package has it, on which the width of an interval depends."""
+    kinds = part.select("family", "format").unique().rows()
+    return KernelModel(cells=tuple(prior_cell(*kind) for kind in kinds)).predict(part, find_gpu(part["gpu"][0]))[
+        "floor_us"
+    ]
 
 
 def with_band(split: Split, test: pl.DataFrame, fit: Callable[[pl.DataFrame], Predictor]) -> pl.DataFrame:
@@ -198,10 +215,7 @@ def with_band(split: Split, test: pl.DataFrame, fit: Callable[[pl.DataFrame], Pr
         rows = None if known is None else known.filter(pl.col("part") == part["part"][0])
         if rows is None or rows["group"].n_unique() < 2:
             return part.with_columns(low_us=pl.lit(None, pl.Float64), high_us=pl.lit(None, pl.Float64))
-        difficulty = rows["dur_us"].log().to_numpy()
-        residual = (rows["time_us"] / rows["dur_us"]).log().to_numpy()
-        band = Band.fitted(residual, difficulty, rows["group"].to_numpy(), LEVEL)
-        low, high = band.around(part["dur_us"].to_numpy(), part["dur_us"].log().to_numpy())
+        low, high = band_of(rows).around(part["dur_us"].to_numpy(), difficulty_of(part))
         return part.with_columns(low_us=pl.Series(low), high_us=pl.Series(high))
 
     return pl.concat([of(part) for part in test.partition_by("part", maintain_order=True)])

@@ -37,7 +37,8 @@ class Gpu(Sheet, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One GPU (or a CPU, as a device of that kind), from its data sheet.
 
     `peak_flops` holds dense operations a second by number format, without sparsity; `memory_bytes_per_s` and
-    `clock_hz` (boost) are as stated; `cores` counts streaming multiprocessors or compute units.
+    `clock_hz` (boost) are as stated; `cores` counts streaming multiprocessors or compute units. `board_power_w` (TDP)
+    and `process_nm`, what its maker calls the process, are optional: they tell a board that its power holds back.
 
     Raises
     ------
@@ -60,6 +61,8 @@ class Gpu(Sheet, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_bytes_per_s: float
     l2_bytes: float
     peak_flops: dict[str, float]
+    board_power_w: float | None = None
+    process_nm: float | None = None
 
     def __post_init__(self) -> None:
         numbers = {f: getattr(self, f) for f in self.__struct_fields__ if isinstance(getattr(self, f), float | int)}

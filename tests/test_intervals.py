@@ -47,11 +47,40 @@ def test_a_band_by_difficulty_is_narrower_than_one_width_for_all():
 
 
 def test_every_group_weighs_the_same_however_many_rows_it_has():
-    residual = np.concatenate([np.full(10_000, 0.0), *(np.full(10, 0.1 * i) for i in range(1, 10))])
-    group = np.concatenate([np.zeros(10_000), *(np.full(10, float(i)) for i in range(1, 10))])
-    band = Band.fitted(residual, np.zeros(len(residual)), group, bins=1)
+    random = np.random.default_rng(5)
+    many, few = random.normal(0.0, 0.01, 10_000), random.normal(0.0, 0.2, 9 * 20)
+    group = np.concatenate([np.zeros(10_000), np.repeat(np.arange(1.0, 10.0), 20)])
+    band = Band.fitted(np.concatenate([many, few]), np.zeros(10_180), group, bins=1)
     assert band.groups == 10
-    assert band.high[0] == pytest.approx(0.9)
+    assert band.high[0] == pytest.approx(1.64 * 0.2, rel=0.2)
+
+
+@pytest.mark.parametrize("groups", [2, 3, 4, 6, 12])
+def test_a_new_group_is_covered_from_few_others(groups):
+    shares = []
+    for seed in range(150):
+        random = np.random.default_rng(seed)
+        rows = np.repeat(random.normal(0.0, 0.1, groups + 1), 60) + random.normal(0.0, 0.1, 60 * (groups + 1))
+        band = Band.fitted(rows[60:], np.zeros(60 * groups), np.repeat(np.arange(groups), 60))
+        shares.append(covered(band, rows[:60], np.zeros(60))[0])
+    assert 0.86 < np.mean(shares) < 0.985
+
+
+def test_many_groups_have_the_quantiles_of_all_rows_together():
+    residual, _, group = drawn(400, 50, 6)
+    residual = residual - np.random.default_rng(7).normal(0.0, 0.1, len(residual))
+    low, high = Band.fitted(residual, np.zeros(len(residual)), group, bins=1).around(np.ones(1), np.zeros(1))
+    assert np.log([low[0], high[0]]) == pytest.approx(np.quantile(residual, [0.05, 0.95]), rel=0.1)
+
+
+def test_of_several_difficulties_those_that_tell_are_found():
+    random = np.random.default_rng(8)
+    several = random.normal(0.0, 1.0, (4000, 3))
+    residual = random.normal(0.0, 0.05 * np.exp(0.8 * several[:, 1]))
+    band = Band.fitted(residual, several, np.repeat(np.arange(40), 100))
+    assert np.array(band.slopes) == pytest.approx([0.0, 0.8, 0.0], abs=0.12)
+    low, high = band.around(np.ones(2), np.array([[0.0, -1.5, 0.0], [0.0, 1.5, 0.0]]))
+    assert (high - low)[1] > 4 * (high - low)[0]
 
 
 def test_few_rows_are_one_bin_and_their_extremes():

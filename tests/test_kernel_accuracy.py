@@ -169,10 +169,12 @@ def test_an_interval_is_as_wide_as_the_groups_of_the_training_rows_differ():
     fit = BASELINES["roofline"]
     rows = with_band(split, priced(split, fit), fit)
     assert rows["dur_us"].to_numpy() == pytest.approx(rows["time_us"].to_numpy())
-    assert (rows["low_us"] / rows["dur_us"]).to_numpy() == pytest.approx(1 / 1.3, rel=1e-6), "one left out: 1 of 1.3"
-    assert (rows["high_us"] / rows["dur_us"]).to_numpy() == pytest.approx(1.4 / 1.1, rel=1e-6), (
-        "four left out: 1.4 of 1.1"
-    )
+    # one, three and four, each priced by the mean of the others: off by 1 of 1.3, 1.2 of 1.2 and 1.4 of 1.1
+    off = np.log([1 / 1.3, 1.0, 1.4 / 1.1])
+    spread = np.sqrt((np.square(off - off.mean()).sum()) / 3 * 4 / 3) * 2.3534  # Student's t, of 3 degrees of freedom
+    for end, sign in (("low_us", -1), ("high_us", 1)):
+        found = (rows[end] / rows["dur_us"]).log().to_numpy()
+        assert found == pytest.approx(off.mean() + sign * spread, rel=1e-3)
 
 
 def test_no_interval_comes_from_a_single_group():

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lumos_nb.config import find_gpu
-from lumos_nb.costs.forms import FORMS
-from lumos_nb.costs.kernels import KernelModel, cell_keys, fit_kernels, prior_cell
-from lumos_nb.costs.work import ELEMENT_BYTES, MOVES, PRODUCTS, with_work
+from lumos_nb.config import find_gpu, gpus
+from lumos_nb.costs.forms import FORMS, FP32_JOULES, form_of, sustained_flops
+from lumos_nb.costs.kernels import KernelModel, _Curve, _Sample, cell_keys, fit_kernels, prior_cell
+from lumos_nb.costs.work import ELEMENT_BYTES, MOVES, PRODUCTS, with_work, work_of
 from lumos_nb.errors import CalibrationError, InputError, SchemaError, SheetError
 
 A100, H100 = find_gpu("A100"), find_gpu("H100")
@@ -214,6 +214,46 @@ def test_a_product_never_gets_faster_as_it_grows_by_whole_tiles(start, grown, st
     sizes = {name: [256 * size] * 40 for name, size in zip("mnk", start, strict=True)}
     sizes[grown] = [256 * (1 + step * i) for i in range(40)]
     assert (np.diff(dur_us(frame(**sizes), gpu)) >= -1e-9).all()
+
+
+def test_a_board_that_lacks_the_power_for_its_peak_is_slower_in_fp32_alone():
+    strong = msgspec.structs.replace(A100, board_power_w=250.0, process_nm=7.0)
+    weak = msgspec.structs.replace(strong, board_power_w=50.0)
+    large = {"m": [8192], "n": [8192], "k": [8192]}
+    single = KernelModel(cells=(prior_cell("gemm", "fp32"),))
+    paid = 50 / (FP32_JOULES * 7 / 12)
+    ratio = dur_us(frame(dtype="fp32", **large), weak, single) / dur_us(frame(dtype="fp32", **large), strong, single)
+    assert ratio == pytest.approx(A100.peak("fp32") / paid, rel=0.05)
+    assert dur_us(frame(**large), weak) == dur_us(frame(**large), strong)
+    floors = [single.predict(frame(dtype="fp32", **large), gpu)["floor_us"].item() for gpu in (weak, strong)]
+    assert floors[0] == floors[1]
+
+
+@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
+def test_power_holds_no_bundled_gpu_below_two_fifths_of_its_peak(gpu):
+    assert 0.4 * gpu.peak("fp32") <= sustained_flops(gpu, "fp32") <= gpu.peak("fp32")
+    assert gpu.board_power_w
+    assert gpu.process_nm
+
+
+@pytest.mark.parametrize("method", ["FlashAttention-2", "PyTorch unfused"])
+def test_the_gradient_of_attention_is_that_of_differences(method):
+    samples = frame("attention", batch=4, heads=16, seq_q=[512, 2048, 8192], head_dim=[64, 128, 128], causal=True)
+    work = work_of(samples.with_columns(method=pl.lit(method)))
+    sample = _Sample.of(work.kinds, work.parts[0], H100, slice(None))
+    curve = _Curve(form_of("attention", method), ())
+    codes, theta = curve.codes(sample), curve.prior
+    gradient = curve.log_us(theta, sample, codes, slope=True)[1]
+    steps = dict(zip(curve.form.constants, 1e-5 * np.eye(len(theta)), strict=False))
+    steps.pop("diagonal", None)  # whole keys: its gradient is that of the line through the steps
+    for column, (name, step) in enumerate(steps.items()):
+        ends = [curve.log_us(theta + sign * step, sample, codes, slope=False)[0] for sign in (1, -1)]
+        np.testing.assert_allclose(gradient[:, column], (ends[0] - ends[1]) / 2e-5, rtol=1e-3, atol=1e-6, err_msg=name)
+
+
+def test_exponentials_hide_behind_products_where_the_head_dim_is_wide():
+    times = dur_us(frame("attention", batch=4, heads=16, seq_q=8192, head_dim=[64, 128, 256]), H100)
+    assert 1.4 < times[1] / times[0] < times[2] / times[1] < 2.0
 
 
 @pytest.mark.parametrize("op", [op for op in MOVES if MOVES[op].family in ("norm", "softmax", "elementwise")])

@@ -11,10 +11,11 @@ from concurrent.futures import Executor
 import msgspec
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from lumos_nb.config import Gpu, find_gpu
 from lumos_nb.costs.intervals import Band
-from lumos_nb.costs.kernels import KernelModel, fit_kernels
+from lumos_nb.costs.kernels import KernelModel, difficulty, fit_kernels
 from lumos_nb.costs.work import with_work
 
 FOLDS = 6
@@ -83,7 +84,8 @@ def leave_groups_out(
     Returns
     -------
     frame
-        `cell`, `group`, `time_us`, `dur_us`; a cell of one group has no rows in it, since nothing was left to fit.
+        `cell`, `group`, `time_us`, `dur_us`, `floor_us`, `flops`, `bytes`; a cell of one group has no
+        rows in it, since nothing was left to fit.
     """
     names = {name: i for i, name in enumerate(group.unique().sort().to_list())}
     fold = group.replace_strict(names, return_dtype=pl.Int64).to_numpy() % FOLDS
@@ -95,7 +97,8 @@ def leave_groups_out(
         part.with_columns(group=names).filter(pl.col("dur_us").is_not_null())
         for part, names in zip(done, groups, strict=True)
     ]
-    empty = pl.DataFrame(schema={"cell": pl.String, "group": pl.String, "time_us": pl.Float64, "dur_us": pl.Float64})
+    texts, numbers = ("cell", "group"), ("time_us", "dur_us", "floor_us", "flops", "bytes")
+    empty = pl.DataFrame(schema=dict.fromkeys(texts, pl.String) | dict.fromkeys(numbers, pl.Float64))
     return pl.concat([empty, *(part.select(empty.columns) for part in parts)])
 
 
@@ -105,7 +108,7 @@ def _priced_without(
     """`test` priced by a fit on `train`; null where that has no cell for a row."""
     model = fit_kernels(train, sheets, start=start)
     parts = []
-    for (gpu,), rows in test.group_by("gpu", maintain_order=True):
+    for (gpu,), rows in with_work(test).group_by("gpu", maintain_order=True):
         sheet = (sheets or {}).get(gpu) or find_gpu(gpu)
         parts.append(model.predict(rows, sheet, missing_ok=True))
     return pl.concat(parts)
@@ -123,9 +126,14 @@ def score(priced: pl.DataFrame, left_out: str) -> Iterator[Score]:
 
 
 def band_of(rows: pl.DataFrame) -> Band:
-    """The interval that residuals of rows left out give."""
-    dur_us = rows["dur_us"].to_numpy()
-    return Band.fitted(np.log(rows["time_us"].to_numpy() / dur_us), np.log(dur_us), rows["group"].to_numpy())
+    """The interval that residuals of rows left out give; columns as `leave_groups_out` has them."""
+    residual = (rows["time_us"] / rows["dur_us"]).log().to_numpy()
+    return Band.fitted(residual, difficulty_of(rows), rows["group"].to_numpy())
+
+
+def difficulty_of(rows: pl.DataFrame) -> NDArray[np.float64]:
+    """What the width depends on, of rows that are priced: `dur_us`, `floor_us`, `flops`, `bytes`."""
+    return difficulty(*rows.select("dur_us", "floor_us", "flops", "bytes").to_numpy().T)
 
 
 def _interval_check(rows: pl.DataFrame) -> tuple[float, float]:
@@ -136,7 +144,7 @@ def _interval_check(rows: pl.DataFrame) -> tuple[float, float]:
         if others.is_empty():
             return float("nan"), float("nan")
         dur_us, time_us = part["dur_us"].to_numpy(), part["time_us"].to_numpy()
-        low, high = band_of(others).around(dur_us, np.log(dur_us))
+        low, high = band_of(others).around(dur_us, difficulty_of(part))
         inside.append((low <= time_us) & (time_us <= high))
         width.append((high - low) / dur_us)
     return float(np.concatenate(inside).mean()), float(np.median(np.concatenate(width)))

@@ -29,13 +29,13 @@ from lumos_nb.costs._kernel_math import OWN, busy_us
 from lumos_nb.costs.forms import (
     BEND_SIGMA,
     COMPUTED,
-    GPU_SIGMA,
-    LEVEL_SIGMA,
+    LEVELS,
     PRIORS,
     SCATTER,
     TILE_SIGMA,
     Form,
     form_of,
+    sustained_flops,
 )
 from lumos_nb.costs.intervals import Band
 from lumos_nb.costs.work import Part, with_work, work_of
@@ -46,9 +46,6 @@ Floats = NDArray[np.float64]
 
 CELL = ("family", "format", "implementation")
 """What has constants of its own."""
-LEVELS = ("op", "pass", "trans")
-"""Columns of which every value has a slowdown of its own, pulled towards none. So has every GPU of a fit on
-several, for what its sheet does not say; an unseen value has none."""
 _ROWS_A_CELL = 2500
 """Rows that a cell is fitted on, the GPUs in equal parts: more add time, not knowledge (there are 30 constants)."""
 
@@ -130,7 +127,8 @@ class KernelModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 time = np.maximum(cell.time_us(sample), sample.floor_us)
                 of_row[rows], found[0, rows], found[1, rows] = index, sample.floor_us, time
                 if cell.band is not None:
-                    found[2, rows], found[3, rows] = cell.band.around(time, np.log(time))
+                    size = part.sizes["flops", "bytes"].to_numpy()[chosen].T
+                    found[2, rows], found[3, rows] = cell.band.around(time, difficulty(time, sample.floor_us, *size))
         keys = pl.Series("cell", [*(cell.key for cell in self.cells), None], dtype=pl.String)
         names = ("floor_us", "dur_us", "low_us", "high_us")
         columns = (pl.Series(name, values).fill_nan(None) for name, values in zip(names, found, strict=True))
@@ -151,6 +149,11 @@ class KernelModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "kind on the GPU (op, dtype and sizes, with time_us) and fit again, or leave these rows out."
             )
         return np.array(of_kind, dtype=np.int64)
+
+
+def difficulty(dur_us: Floats, floor_us: Floats, flops: Floats, size_bytes: Floats) -> Floats:
+    """What the width of an interval depends on (rows x 3): the time, how far it is from the roofline, FLOPs a byte."""
+    return np.column_stack([np.log(dur_us), np.log(dur_us / (floor_us + 0.1)), np.log1p(flops / size_bytes)])
 
 
 def cell_keys(work: pl.DataFrame) -> pl.Series:
@@ -180,19 +183,19 @@ class _Sample:
         size = {name: part.sizes[name].to_numpy()[chosen] for name in part.sizes.columns}
         kind, count = size["kind"], len(size["kind"])
         byte_us = 1e6 / gpu.memory_bytes_per_s
-        unit = np.full(kinds.height, gpu.cores * byte_us)
-        floor = np.maximum(size["bytes"] - gpu.l2_bytes, 0.0) * byte_us
+        unit, flop_us = np.full(kinds.height, gpu.cores * byte_us), np.zeros(kinds.height)
         if part.family in COMPUTED:
             for i in np.unique(kind):
-                unit[i] = 2e6 * gpu.cores / gpu.peak(kinds["dtype"][int(i)])
-            floor = np.maximum(floor, size["flops"] * unit[kind] / (2.0 * gpu.cores))
+                dtype = kinds["dtype"][int(i)]
+                unit[i], flop_us[i] = 2e6 * gpu.cores / sustained_flops(gpu, dtype), 1e6 / gpu.peak(dtype)
+        floor = np.maximum(np.maximum(size["bytes"] - gpu.l2_bytes, 0.0) * byte_us, size["flops"] * flop_us[kind])
         work = np.empty((count, 10))
         for column, name in enumerate(("work_batch", "work_m", "work_n", "work_k")):
             work[:, column] = size[name]
         work[:, 4], work[:, 8] = unit[kind], size["bytes"]
         work[:, [5, 6, 7, 9]] = 1e6 / gpu.clock_hz, gpu.cores, byte_us, gpu.l2_bytes
         levels = kinds.select(
-            *(pl.format(name + "={}", pl.col(name)).alias(name) for name in LEVELS), gpu=pl.lit(f"gpu={gpu.name}")
+            pl.format(name + "={}", pl.lit(gpu.name) if name == "gpu" else pl.col(name)).alias(name) for name in LEVELS
         )
         return cls(work, size["work_scores"], size["work_masked"], size["cols"], floor, kind.astype(np.int64), levels)
 
@@ -215,7 +218,7 @@ class _Curve:
         values, spread = zip(*form.constants.values(), strict=True)
         counts = (len(form.tiles), len(form.bends), len(self.levels))
         self.prior = np.concatenate([np.log(values), np.zeros(sum(counts))])
-        level_sigma = [GPU_SIGMA if name.startswith("gpu=") else LEVEL_SIGMA for name in self.levels]
+        level_sigma = [(LEVELS | form.levels)[name.split("=")[0]] for name in self.levels]
         shared = np.repeat([TILE_SIGMA, BEND_SIGMA], counts[:2])
         self.sigma = np.concatenate([spread, shared, level_sigma])
         self.table = np.array(form.options(), dtype=np.float64).reshape(-1, 3)
@@ -251,15 +254,16 @@ class _Curve:
         logs, tiles, bends, levels = np.split(theta, self.ends)
         value = {name: prior[0] for name, prior in PRIORS.items()}
         value |= dict(zip(self.form.constants, np.exp(logs), strict=True))
-        work, count = sample.work, len(self.table)
+        work, count, joint = sample.work, len(self.table), self.form.joint
         if "score_cycles" in self.form.constants:
             work = work.copy()
             scores = value["score_cycles"] * sample.scores * work[:, 5] / (work[:, 4] * value["cost"])
-            work[:, 2] += scores
+            work[:, 2] = (work[:, 2] ** joint + scores**joint) ** (1.0 / joint)
             beyond = np.minimum(value["diagonal"] if "diagonal" in self.form.constants else np.inf, sample.masked)
             work[:, 3] += beyond
         else:
             scores = beyond = np.zeros(len(work))
+        by_scores = (scores / work[:, 2]) ** joint
         whole, cached = (value[name] / (1.0 + value[name]) for name in ("whole", "cached"))
         scalars = [whole, value["partial"], value["memory"], cached, value["cache"], value["power"], self.form.granule]
         cost = value["cost"] * np.exp(value["edge"] * self.edge + np.repeat(tiles, len(self.form.splits)))
@@ -285,11 +289,11 @@ class _Curve:
             "cached": raw[:, 3] * cached * (1.0 - cached),
             "cache": raw[:, 4],
             "power": raw[:, 5],
-            "cost": by_cost.sum(axis=1) * (1.0 - scores / work[:, 2]),
+            "cost": by_cost.sum(axis=1) * (1.0 - by_scores),
             "edge": by_cost @ (value["edge"] * self.edge),
             "begin_cycles": by_cycles @ (1.0 - ending),
             "end_cycles": by_cycles @ ending,
-            "score_cycles": by_cost.sum(axis=1) * scores / work[:, 2],
+            "score_cycles": by_cost.sum(axis=1) * by_scores,
             "diagonal": by_cost.sum(axis=1) * np.where(beyond < sample.masked, beyond / work[:, 3], 0.0),
         }
         by_tile = by_cost.reshape(len(work), len(self.form.tiles), len(self.form.splits)).sum(axis=2)
@@ -347,23 +351,25 @@ def fit_kernels(
     if len(bad := np.flatnonzero(~(np.isfinite(time) & (time > 0.0)))):
         raise InputError(f"the samples' time_us is {time[bad[0]]} in row {bad[0]}; a sample needs a positive time.")
     own, before = dict(sheets or {}), {cell.key: cell for cell in start.cells} if start else {}
-    keyed = with_work(samples)
     cells = []
-    for key, group in sorted(keyed.group_by(*CELL), key=lambda kept: kept[0]):
-        by_gpu = group.partition_by("gpu", maintain_order=True)
-        parts = [rows.sample(min(rows.height, _ROWS_A_CELL // len(by_gpu)), seed=0) for rows in by_gpu]
-        names = [rows["gpu"][0] for rows in by_gpu]
-        works = [work_of(rows) for rows in parts]
-        found = [
-            _Sample.of(work.kinds, work.parts[0], own.get(name) or find_gpu(name), slice(None))
-            for work, name in zip(works, names, strict=True)
-        ]
-        target = np.log(np.concatenate([rows["time_us"].to_numpy() for rows in parts]))
+    for key, group in sorted(with_work(samples).group_by(*CELL), key=lambda kept: kept[0]):
         cell = prior_cell(*key)
         cell = before.get(cell.key, cell)
-        cell = msgspec.structs.replace(cell, rows=group.height, gpus=tuple(sorted(names)), band=None)
-        cells.append(_fitted(cell, _Sample.joined(found), target))
+        names = tuple(sorted(group["gpu"].unique()))
+        cell = msgspec.structs.replace(cell, rows=group.height, gpus=names, band=None)
+        cells.append(_fitted(cell, *_measured(group, own)))
     return KernelModel(cells=tuple(cells))
+
+
+def _measured(rows: pl.DataFrame, sheets: Mapping[str, Gpu]) -> tuple[_Sample, Floats]:
+    """Samples of one family as arrays, at most `_ROWS_A_CELL` of them, and the logarithms of their times."""
+    by_gpu = rows.partition_by("gpu", maintain_order=True)
+    parts = [part.sample(min(part.height, _ROWS_A_CELL // len(by_gpu)), seed=0) for part in by_gpu]
+    found = []
+    for part in parts:
+        work, name = work_of(part), part["gpu"][0]
+        found.append(_Sample.of(work.kinds, work.parts[0], sheets.get(name) or find_gpu(name), slice(None)))
+    return _Sample.joined(found), np.log(np.concatenate([part["time_us"].to_numpy() for part in parts]))
 
 
 def prior_cell(family: str, number_format: str, implementation: str = "") -> Cell:
