@@ -22,7 +22,7 @@ from lumos_nb.transformer import Mla, Moe, Transformer
 from lumos_nb.workloads.llm.stages import work
 
 GPT = Transformer(
-    layers=3,
+    layers=2,
     hidden=256,
     heads=16,
     ffn=512,
@@ -33,10 +33,10 @@ GPT = Transformer(
     positions="learned",
     max_seq=128,
 )
-LLAMA = Transformer(layers=3, hidden=256, heads=16, kv_heads=8, head_dim=32, ffn=512, vocab=2048)
-MIXTRAL = Transformer(layers=3, hidden=256, heads=16, ffn=512, vocab=2048, moe=Moe(experts=8, topk=2, ffn=128))
+LLAMA = Transformer(layers=2, hidden=256, heads=16, kv_heads=8, head_dim=32, ffn=512, vocab=2048)
+MIXTRAL = Transformer(layers=2, hidden=256, heads=16, ffn=512, vocab=2048, moe=Moe(experts=8, topk=2, ffn=128))
 DEEPSEEK = Transformer(
-    layers=3,
+    layers=2,
     hidden=256,
     heads=16,
     ffn=512,
@@ -124,7 +124,7 @@ def issued(
             step()
         return step
 
-    return dry_run(lambda step: step(), layout.world, rank, setup=setup).collectives
+    return dry_run(lambda step: step(), layout.world, rank, setup=setup, fake=False).collectives
 
 
 def compared(
@@ -215,8 +215,8 @@ FSDP = {
 
 @pytest.mark.parametrize(("model", "layout"), FSDP.values(), ids=FSDP)
 def test_fully_sharded_layers_are_gathered_and_scattered_as_torch_does(model: Transformer, layout: Parallelism) -> None:
-    train = msgspec.structs.replace(TRAIN, dtype="bf16")
-    compared(model, layout, train, rank=layout.world - 1, wrap=fully_sharded)
+    train, deeper = msgspec.structs.replace(TRAIN, dtype="bf16"), msgspec.structs.replace(model, layers=3)
+    compared(deeper, layout, train, rank=layout.world - 1, wrap=fully_sharded)
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,8 @@ def test_fully_sharded_layers_are_gathered_and_scattered_as_torch_does(model: Tr
         ("gpt", Parallelism(dp=64), 2**20),
         ("llama", Parallelism(dp=2, cp=2), 2**21),
         ("gpt", Parallelism(dp=4, tp=4, sequence_parallel=True), 2**17),
-        ("llama", Parallelism(dp=4, tp=2), 2**19),
     ],
-    ids=["gpt in small buckets", "llama in larger ones with cp", "gpt with tp and sp", "llama with tp"],
+    ids=["gpt in small buckets", "llama in larger ones with cp", "gpt with tp and sp"],
 )
 def test_replicated_gradients_are_added_up_in_the_buckets_of_ddp(
     model: str, layout: Parallelism, bucket_bytes: int
@@ -241,11 +240,11 @@ def test_replicated_gradients_are_added_up_in_the_buckets_of_ddp(
 
 @pytest.mark.parametrize("rank", [3, 11, 19], ids=["first stage", "second stage", "last stage"])
 def test_stages_pass_on_what_torch_does(rank: int) -> None:
-    compared(GPT, Parallelism(pp=3, tp=4, dp=2), rank=rank)
+    compared(msgspec.structs.replace(GPT, layers=3), Parallelism(pp=3, tp=4, dp=2), rank=rank)
 
 
 def test_with_sequence_parallelism_stages_pass_on_a_part_of_the_sequence() -> None:
-    compared(LLAMA, Parallelism(pp=3, tp=4, dp=2, sequence_parallel=True), rank=11)
+    compared(LLAMA, Parallelism(pp=2, tp=4, dp=2, sequence_parallel=True), rank=11)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +267,7 @@ EXPERTS = {
     "mixtral, experts cut by tp": (MIXTRAL, Parallelism(tp=4, sequence_parallel=True, dp=4, ep=4)),
     "deepseek, whole experts under tp": (DEEPSEEK, Parallelism(tp=4, sequence_parallel=True, dp=16, ep=8, etp=1)),
     "mixtral, tp without sp": (MIXTRAL, Parallelism(tp=2, dp=4, ep=4)),
-    "deepseek, with pp": (DEEPSEEK, Parallelism(dp=4, ep=4, pp=3)),
+    "deepseek, with pp": (DEEPSEEK, Parallelism(dp=4, ep=4, pp=2)),
 }
 
 
@@ -283,7 +282,7 @@ def test_experts_with_a_capacity_need_no_counts() -> None:
 
 REPLICAS = {
     "gpt": (GPT, Parallelism(dp=8, zero=1)),
-    "gpt with tp, sp and pp": (GPT, Parallelism(dp=4, tp=4, pp=3, sequence_parallel=True, zero=1)),
+    "gpt with tp, sp and pp": (GPT, Parallelism(dp=4, tp=4, pp=2, sequence_parallel=True, zero=1)),
     "llama with tp, sp and cp": (LLAMA, Parallelism(dp=2, tp=2, cp=2, sequence_parallel=True, zero=1)),
     "mixtral with ep": (MIXTRAL, Parallelism(dp=8, ep=4)),
     "deepseek with ep, tp and sp": (DEEPSEEK, Parallelism(dp=8, tp=2, ep=4, sequence_parallel=True, zero=1)),

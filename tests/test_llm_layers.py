@@ -52,6 +52,8 @@ trainings = st.builds(
     flash=st.booleans(),
     dropout=st.booleans(),
     bucket_bytes=st.sampled_from([0, 2**20]),
+    dtype=st.sampled_from(["bf16", "fp16", "fp32", "tf32", "fp8"]),
+    optimizer=st.sampled_from(["adam", "momentum", "sgd"]),
 )
 
 

@@ -86,8 +86,8 @@ class Rank:
 
     @cached_property
     def dtype(self) -> str:
-        """Format of activations and of weights that travel: fp8 is for products only."""
-        return "bf16" if self.train.dtype == "fp8" else self.train.dtype
+        """Format of activations and of weights that travel: fp8 and tf32 are for products only."""
+        return {"fp8": "bf16", "tf32": "fp32"}.get(self.train.dtype, self.train.dtype)
 
     def width(self, numbers: float, dtype: str = "") -> int:
         """Bytes of so many numbers."""
@@ -217,7 +217,8 @@ class Rank:
     def attend(self, seq_q: int, seq_kv: int, causal: bool) -> Block:
         """Some queries with some keys."""
         batch, (heads, keys), model = self.train.micro_batch, self.heads, self.model
-        row: Row = {"kind": "compute", "dtype": self.dtype, "batch": batch}
+        dtype = "bf16" if self.train.dtype == "fp8" else self.train.dtype
+        row: Row = {"kind": "compute", "dtype": dtype, "batch": batch}
         if self.train.flash:
             row |= {"op": "attention", "seq_q": seq_q, "seq_kv": seq_kv, "heads": heads, "kv_heads": keys}
             row |= {"head_dim": model.head, "head_dim_v": model.head_v, "causal": causal}
