@@ -233,7 +233,8 @@ class Tensors:
         """A tensor of the pool's numbers in the case's format."""
         torch = self.torch
         n = math.prod(size or 0 for size in shape)
-        flat, made = torch.empty(n, dtype=DTYPES[case.dtype](torch), device=self.device), min(n, len(self._pool))
+        flat: Tensor = torch.empty(n, dtype=DTYPES[case.dtype](torch), device=self.device)
+        made = min(n, len(self._pool))
         flat[:made].copy_(self._pool[:made])
         while made < n:  # twice as much each time
             more = min(made, n - made)

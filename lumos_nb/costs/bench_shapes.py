@@ -123,7 +123,7 @@ def sizes(model: Model) -> dict[str, list[Sizes]]:
     """What each kind of op is measured on in a model: the columns of a case that describe sizes."""
     h, t, b, s, d = model.hidden, model.tokens, model.batch, model.seq, model.head_dim
     layers = [(h, h), (h, model.ffn), (model.ffn, h), (h, model.vocab)]  # inputs, outputs
-    attention = dict(zip(_ATTENTION, (b, s, s, model.heads, model.kv_heads, d, d, model.causal), strict=True))
+    attention: Sizes = dict(zip(_ATTENTION, (b, s, s, model.heads, model.kv_heads, d, d, model.causal), strict=True))
     return {
         "linear": [{"batch": 1, "m": t, "n": o, "k": i, "trans": "NT"} for i, o in layers],
         "dgrad": [{"batch": 1, "m": t, "n": i, "k": o, "trans": "NN"} for i, o in layers],
