@@ -144,6 +144,12 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `dtype`. `capacity` is the experts' capacity factor (0: no token is dropped) and `imbalance` the ratio of the
     busiest expert rank's tokens to the mean. `bucket_bytes` is what one reduction of gradients takes (0: all at once).
 
+    What memory depends on beside: `fused_grads` adds gradients of weights to those of `grad_dtype` as they are made,
+    else those of `dtype` of a whole micro-batch are there too; `bucket_copies` holds gradients a second time, in the
+    buckets that are reduced; `regather` gathers a sequence that is spread anew in the backward pass, where else the
+    whole is kept; `logit_bytes` are alive at once for each logit of a micro-batch (12 in torch's
+    cross_entropy: three fp32 copies).
+
     Raises
     ------
     LayoutError
@@ -163,6 +169,10 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     capacity: float = 0.0
     imbalance: float = 1.0
     bucket_bytes: int = 0
+    fused_grads: bool = True
+    bucket_copies: bool = False
+    regather: bool = True
+    logit_bytes: int = 12
     prefetch: int = 1
     overlap_grads: bool = True
     overlap_weights: bool = True
@@ -170,7 +180,7 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overlap_pp: bool = True
 
     def __post_init__(self) -> None:
-        self._positive("bucket_bytes", "prefetch")
+        self._positive("bucket_bytes", "prefetch", "logit_bytes")
         if not 0 <= self.capacity < math.inf:
             raise self.refusal("capacity", "give the capacity factor of experts, or 0 where no token is dropped")
         if not 1 <= self.imbalance < math.inf:

@@ -1,0 +1,300 @@
+"""Memory of each pipeline rank by class, at the moment of a step when most is in use.
+
+What lasts (weights, gradients, optimizer states, buffers) is counted from the parameter tensors; what passes
+(activations of the micro-batches in flight, logits, what a backward pass makes) from the tensors that autograd saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import polars as pl
+
+from lumos_nb.errors import LayoutError
+from lumos_nb.layout import OPTIMIZER_STATES, SIZE_OF, Parallelism, Training, Transformer, check
+from lumos_nb.transformer import Weight
+from lumos_nb.workloads.llm.tensors import LayerTensors, layer_tensors
+
+CLASSES = (
+    "weights",  # with ZeRO 3 the sharded fp32 ones that layers are gathered from
+    "gradients",
+    "optimizer",  # states, and master weights where they are not the weights
+    "activations",  # of layers, for the micro-batches in flight
+    "bookkeeping",  # statistics of norms and softmax, token ids, the embedding's mask
+    "logits",  # with the inputs of the last norm and of the head
+    "workspace",  # what the backward pass of a layer makes and frees, or computes again
+    "buffers",  # of communication: gathered weights, buckets, messages between stages, keys and values of others
+    "fragmentation",  # the share that was asked for
+)
+"""What memory is used for."""
+
+
+def memory(model: Transformer, layout: Parallelism, train: Training, *, fragmentation: float = 0.0) -> pl.DataFrame:
+    """Bytes of each pipeline rank by class, when it uses most; ranks of one stage are alike.
+
+    Parameters
+    ----------
+    model, layout, train
+        What is trained, and how. The optimizer is taken to be fused, without temporaries of its own.
+    fragmentation
+        What the allocator holds beyond what is in use, as a share of it. No default but 0 would be a measurement.
+
+    Returns
+    -------
+    DataFrame
+        `stage` (pipeline rank), `class` (one of `CLASSES`), `bytes`, `moment`: "loss" (logits are there), "head" (its
+        backward), "backward" (of a rank's last layer, everything in flight), "next layer", "gradients" (of the first
+        layer, all others made) or "last gradients" (of the embedding).
+
+    Raises
+    ------
+    LayoutError
+        The three do not go together, or `fragmentation` is negative.
+
+    Examples
+    --------
+    >>> train = Training(micro_batch=1, global_batch=64, seq=4096)
+    >>> frame = memory(Transformer.named("llama-3-8b"), Parallelism(dp=8, zero=1), train)
+    >>> dict(frame.filter(pl.col("class").is_in(["weights", "optimizer"])).select("class", "bytes").rows())
+    {'weights': 16060522496, 'optimizer': 12045391872}
+    """
+    check(model, layout, train)
+    if not 0 <= fragmentation < math.inf:
+        raise LayoutError(f"fragmentation is {fragmentation}; give a share of at least 0.")
+    columns: dict[str, list[object]] = {"stage": [], "class": [], "bytes": [], "moment": []}
+    for stage in range(layout.pp):
+        moment, used = _Rank(model, layout, train, stage).peak()
+        used["fragmentation"] = fragmentation * sum(used.values())
+        for name in CLASSES:
+            for column, value in zip(columns, (stage, name, round(used.get(name, 0.0)), moment), strict=True):
+                columns[column].append(value)
+    return pl.DataFrame(columns, schema_overrides={"stage": pl.Int32, "bytes": pl.Int64})
+
+
+def peak_bytes(model: Transformer, layout: Parallelism, train: Training) -> float:
+    """Most bytes that any rank uses, without fragmentation; checks nothing (for a search over many layouts)."""
+    return max(sum(_Rank(model, layout, train, stage).peak()[1].values()) for stage in range(layout.pp))
+
+
+_tensors = lru_cache(maxsize=1024)(layer_tensors)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One pipeline rank: its chunks of layers, and the parameters that it holds."""
+
+    model: Transformer
+    layout: Parallelism
+    train: Training
+    stage: int
+
+    @cached_property
+    def chunks(self) -> tuple[range, ...]:
+        """The layers of each chunk."""
+        sizes, pp = self.layout.layers_of(self.model), self.layout.pp
+        places = [chunk * pp + self.stage for chunk in range(self.layout.chunks)]
+        if self.layout.schedule == "zb-v":  # the second chunk goes the ranks back
+            places[1] = 2 * pp - 1 - self.stage
+        return tuple(range(sum(sizes[:place]), sum(sizes[: place + 1])) for place in places)
+
+    @cached_property
+    def first(self) -> bool:
+        """Whether the embedding is here."""
+        return self.stage == 0
+
+    @cached_property
+    def last(self) -> bool:
+        """Whether the head is here."""
+        return self.stage == (0 if self.layout.schedule == "zb-v" else self.layout.pp - 1)
+
+    def size(self, weights: Iterable[Weight], *, sharded: bool = False) -> float:
+        """Parameters of some weights on this rank, or of the shard of them that ZeRO leaves it."""
+        return sum(_held(w, self.model, self.layout) / (_shards(w, self.layout) if sharded else 1) for w in weights)
+
+    def of_layer(self, layer: int) -> LayerTensors:
+        """The tensors of a layer."""
+        return _tensors(self.model, self.layout, self.train, experts=self.model.has_experts(layer))
+
+    @cached_property
+    def ends(self) -> tuple[Weight, ...]:
+        """Weights of embedding and head; a tied head on another rank than the embedding is a copy of it."""
+        first, last = self.model.first_weights(), self.model.last_weights()
+        copy = first[:1] if self.model.tied and not self.first else ()
+        return (*(first if self.first else ()), *((*last, *copy) if self.last else ()))
+
+    def weights(self) -> tuple[Weight, ...]:
+        """All weights of this rank."""
+        return (*self.ends, *(w for chunk in self.chunks for layer in chunk for w in self.model.weights(layer)))
+
+    def in_flight(self) -> list[int]:
+        """Micro-batches whose activations each chunk holds when this rank begins its first backward pass."""
+        pp, count, layout = self.layout.pp, self.train.micro_batches(self.layout), self.layout
+        if layout.schedule == "gpipe":
+            return [count]
+        if layout.schedule == "zb-v":  # as much as the first rank of 1F1B, on every rank
+            return [min(pp, count)] * 2
+        if layout.schedule == "interleaved":
+            passes = min(2 * (pp - self.stage) - 1 + (layout.chunks - 1) * pp, layout.chunks * count)
+            held_by = Counter(number // pp % layout.chunks for number in range(passes))
+            return [held_by[chunk] for chunk in range(layout.chunks)]
+        return [min(pp - self.stage, count)]
+
+    def kept(self, layers: Iterable[int]) -> dict[str, float]:
+        """What layers keep of a micro-batch, by class."""
+        sums = {"activations": 0.0, "bookkeeping": 0.0}
+        for layer in layers:
+            for name, size in self.of_layer(layer).kept(self.train.recompute).items():
+                sums["bookkeeping" if name.endswith("statistics") else "activations"] += size
+        return sums
+
+    def lasting(self) -> dict[str, float]:
+        """Bytes of what is there throughout a step, by class."""
+        train, layout, weights = self.train, self.layout, self.weights()
+        number = max(2, SIZE_OF[train.dtype])
+        whole, shard = self.size(weights), self.size(weights, sharded=True)
+        master = 4.0 if train.master and number < 4 else 0.0
+        return {
+            "weights": shard * (master or number) if layout.zero == 3 else whole * number,
+            "gradients": (shard if layout.zero >= 2 else whole) * SIZE_OF[train.grad_dtype],
+            "optimizer": (shard if layout.zero else whole)
+            * (4.0 * OPTIMIZER_STATES[train.optimizer] + (master if layout.zero < 3 else 0.0)),
+            "buffers": self._buffers(number, whole),
+        }
+
+    @cached_property
+    def layers(self) -> range:
+        """The layers of the chunk whose backward is the first."""
+        return self.chunks[-1] or self.chunks[0]
+
+    def _buffers(self, number: int, whole: float) -> float:
+        """Of messages between stages, keys and values of other ranks, and gradients in buckets."""
+        train, layout, model = self.train, self.layout, self.model
+        tokens = train.micro_batch * train.seq / layout.cp
+        message = model.hidden * number * tokens / (layout.tp if layout.sequence_parallel else 1)
+        found = 2 * message if layout.pp > 1 else 0.0
+        if layout.cp > 1:
+            pair = tokens * number * max(model.keys / layout.tp, 1) * (model.head + model.head_v)
+            found += 2 * pair if layout.cp_mode == "ring" else layout.cp * pair
+        if train.bucket_copies and layout.dp * layout.cp > 1 and layout.zero < 2:
+            found += number * whole
+        return found
+
+    def _gathered(self, layers: int, made: Iterable[Weight], copied: float) -> dict[str, float]:
+        """What ZeRO 2 and 3 have beside their shards: gathered weights, gradients that are `made`, a copy to reduce.
+
+        As FSDP does: embedding and head stay gathered, a layer's gradients are reduced when it is done, from a copy in
+        the format of reduction that lasts until the next layer is done.
+        """
+        if self.layout.zero < 2 or self.layout.sharded == 1:
+            return {}
+        number = max(2, SIZE_OF[self.train.dtype])
+        held = self.size(self.ends) + min(layers, len(self.layers)) * self.largest if self.layout.zero == 3 else 0.0
+        copy = copied * SIZE_OF[self.train.grad_dtype]
+        return {"buffers": number * (held + self.size(made)) + copy}
+
+    @cached_property
+    def largest(self) -> float:
+        """Parameters of the largest layer."""
+        return max((self.size(self.model.weights(i)) for chunk in self.chunks for i in chunk), default=0.0)
+
+    def peak(self) -> tuple[str, dict[str, float]]:
+        """The moment when most is in use, and bytes by class at it."""
+        moments = dict(self._moments())
+        moment = max(moments, key=lambda name: sum(moments[name].values()))
+        return moment, _sum([self.lasting(), moments[moment]])
+
+    def _moments(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """What passes, by class, at each moment that may be the peak."""
+        held, layers, recompute = self._held(), self.layers, self.train.recompute
+        ahead = 1 + self.train.prefetch
+        head = self.ends if self.last else ()
+        if self.last:
+            yield "loss", _sum([held, self._logits(), self._gathered(0, (), 0)])
+            yield "head", _sum([held, self._head(), self._unfused(head), self._gathered(ahead, head, 0)])
+        if layers:
+            rise = {"workspace": self.of_layer(layers[-1]).rise(recompute)}
+            yield "backward", _sum([held, rise, self._unfused(head), self._gathered(ahead, head, 0)])
+        if len(layers) > 1:
+            rise = {"workspace": self.of_layer(layers[-2]).rise(recompute)}
+            freed = _times(self.kept(layers[-1:]), -1)
+            yield "next layer", _sum([held, freed, rise, self._gathered(ahead, head, self.largest)])
+        if layers:
+            rise = {"workspace": self.of_layer(layers[0]).rise(recompute)}
+            freed = _times(self.kept(layers[1:]), -1)
+            made = (w for chunk in self.chunks for i in chunk if i != layers[0] for w in self.model.weights(i))
+            apart = self._unfused((*head, *made))
+            yield "gradients", _sum([held, freed, rise, apart, self._gathered(1, head, self.largest)])
+        freed = _times(self.kept(layers), -1)
+        ends = self._gathered(0, self.ends, self.size(self.ends))
+        yield "last gradients", _sum([held, freed, self._unfused(self.weights()), ends])
+
+    def _held(self) -> dict[str, float]:
+        """What micro-batches in flight keep, by class."""
+        tokens = self.train.micro_batch * self.train.seq / self.layout.cp
+        parts = [_times(self.kept(c), n) for c, n in zip(self.chunks, self.in_flight(), strict=True)]
+        if self.first:
+            mask = self.train.dropout * self.model.hidden
+            spread = self.layout.tp if self.layout.sequence_parallel else 1
+            parts.append({"bookkeeping": self.in_flight()[0] * tokens * (8 + mask / spread)})
+        if self.layout.schedule == "zb-h1":  # a rank puts off weight gradients until it holds as much as the first
+            waiting = min(self.layout.pp, self.train.micro_batches(self.layout)) - self.in_flight()[0]
+            parts.append({"activations": waiting * sum(self.of_layer(i).put_off() for i in self.chunks[0])})
+        return _sum(parts)
+
+    def _inputs(self) -> tuple[float, float, float]:
+        """Bytes of one tensor of hidden states, whole and in this rank's part, and of what the head keeps."""
+        train, layout = self.train, self.layout
+        whole = train.micro_batch * train.seq / layout.cp * self.model.hidden * max(2, SIZE_OF[train.dtype])
+        part = whole / layout.tp if layout.sequence_parallel else whole
+        return whole, part, part + (part if train.regather else whole)
+
+    def _logits(self) -> dict[str, float]:
+        train = self.train
+        tokens = train.micro_batch * train.seq / self.layout.cp
+        vocab, inputs = math.ceil(self.model.vocab / self.layout.tp), self._inputs()[2]
+        before = (self.in_flight()[-1] - 1) * (4.0 * vocab * tokens + inputs)
+        return {"logits": tokens * train.logit_bytes * vocab + inputs + before}
+
+    def _head(self) -> dict[str, float]:
+        whole, part, inputs = self._inputs()
+        gathered = (1 + self.train.regather) * whole if part < whole else 0.0  # its gradient, and again its input
+        gradient = math.ceil(self.model.vocab / self.layout.tp) / self.model.hidden * whole
+        return {"logits": inputs + gradient, "workspace": gathered + part}
+
+    def _unfused(self, weights: Iterable[Weight]) -> dict[str, float]:
+        """Gradients of a micro-batch in the format of compute, before they are added to those that last."""
+        number = max(2, SIZE_OF[self.train.dtype])
+        apart = not self.train.fused_grads and self.layout.zero < 2
+        return {"gradients": number * self.size(weights) if apart else 0.0}
+
+
+def _sum(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(n for p in parts for n in p)}
+
+
+def _times(part: dict[str, float], factor: float) -> dict[str, float]:
+    return {name: factor * size for name, size in part.items()}
+
+
+def _held(weight: Weight, model: Transformer, layout: Parallelism) -> float:
+    """Parameters of a weight on one rank."""
+    if weight.part == "experts":
+        return weight.size / layout.ep / (layout.expert_tp if weight.split != "none" else 1)
+    if weight.split == "none":
+        return weight.size
+    if weight.name.startswith("qkv") and layout.tp > model.keys:  # keys and values of a rank are copies
+        return weight.size * (model.heads / layout.tp + 2) / (model.heads + 2 * model.keys)
+    if weight.part in ("embedding", "head"):
+        return math.ceil(weight.shape[0] / layout.tp) * math.prod(weight.shape[1:])
+    return weight.size / layout.tp
+
+
+def _shards(weight: Weight, layout: Parallelism) -> float:
+    """Ranks that ZeRO spreads a weight over."""
+    if weight.part != "experts":
+        return layout.sharded
+    return max(layout.sharded * layout.tp / (layout.ep * layout.expert_tp), 1)
