@@ -22,6 +22,7 @@ class Split:
     sp: bool = False
     cp_mode: str = "ring"
     recompute: str = "none"
+    regather: bool = True
     first: bool = True
     last: bool = True
 
@@ -59,18 +60,19 @@ def scatter(x: Tensor, split: Split, group: str = "tp") -> Tensor:
 
 
 class ColumnProduct(Function):
-    """x W, with the outputs split; with sequence parallelism x is gathered, and gathered again for its gradient."""
+    """x W, with the outputs split; with sequence parallelism x is gathered, and then kept, or gathered again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, split: Split) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        whole = gather(x, split) if split.sp else x
+        ctx.save_for_backward(x if split.regather else whole, weight)
         ctx.split = split
-        return (gather(x, split) if split.sp else x) @ weight.t()
+        return whole @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        x = gather(x, ctx.split) if ctx.split.sp else x
+        x = gather(x, ctx.split) if ctx.split.sp and ctx.split.regather else x
         grad_x = grad @ weight
         grad_x = scatter(grad_x, ctx.split) if ctx.split.sp else all_reduce(grad_x, ctx.split)
         return grad_x, grad.flatten(0, 1).t() @ x.flatten(0, 1), None

@@ -108,6 +108,7 @@ def issued(
             layout.sequence_parallel,
             layout.cp_mode,
             train.recompute,
+            train.regather,
             stage == 0,
             stage == layout.pp - 1,
         )
@@ -181,6 +182,10 @@ def ring(ranks: list[int], rank: int, peer: int) -> int:
 def test_tensor_parallel_layers_exchange_what_torch_does(model: str, sequence_parallel: bool, recompute: str) -> None:
     layout = Parallelism(tp=8, sequence_parallel=sequence_parallel)
     compared(MODELS[model], layout, msgspec.structs.replace(TRAIN, recompute=recompute), rank=3)
+
+
+def test_a_sequence_that_is_kept_whole_is_gathered_once() -> None:
+    compared(GPT, Parallelism(tp=8, sequence_parallel=True), msgspec.structs.replace(TRAIN, regather=False))
 
 
 def fully_sharded(module: nn.Module, split: megatron.Split) -> nn.Module:
@@ -278,6 +283,11 @@ def test_experts_get_and_give_back_tokens_as_in_torch(model: Transformer, layout
 
 def test_experts_with_a_capacity_need_no_counts() -> None:
     compared(MIXTRAL, Parallelism(dp=8, ep=8), msgspec.structs.replace(TRAIN, capacity=1.0))
+
+
+def test_experts_that_are_recomputed_are_gathered_once_for_both() -> None:
+    train = msgspec.structs.replace(TRAIN, dtype="bf16", recompute="full")
+    compared(MIXTRAL, Parallelism(dp=8, ep=4, zero=3), train, wrap=fully_sharded)
 
 
 REPLICAS = {

@@ -150,7 +150,8 @@ class Rank:
         if weight.split == "in":
             return chain([product, self.sums("tp", self.wide(out), sp)])
         before, after = self.spreads("tp", self.wide(into), sp)
-        return Block([*before, *forward], [*before, act, *after, by_weight])  # gathers anew rather than keeps it
+        anew = before if self.train.regather else []
+        return Block([*before, *forward], [*anew, act, *after, by_weight])
 
     def wide(self, numbers: int) -> int:
         """Bytes of so many numbers for every token."""

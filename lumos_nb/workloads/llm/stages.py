@@ -122,7 +122,8 @@ def _fetch(rank: Rank, pages: Mapping[Page, list[Row]], inserts: Inserts, stage:
         for unit in ("dense", "experts")[: 1 + kind]:
             for phase in ("forward", "backward"):
                 rows = pages[kind, phase, ALL]
-                own = [i for i, row in enumerate(rows) if unit == "dense" or row["part"] == "experts"]
+                new = (i for i, row in enumerate(rows) if row["part"] == "experts" and not row.get("again"))
+                own = [*new] if unit == "experts" else range(len(rows))
                 if phase == "forward":
                     insert(phase, layer, own[0], f"gather {unit}", layer)
                 else:
