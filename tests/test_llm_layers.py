@@ -175,6 +175,18 @@ def test_stages_of_chunks_have_their_own_layers() -> None:
     assert layers == [[0], [1], [2], [3]]
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_stage_may_hold_an_end_alone(zero: int) -> None:
+    layout = Parallelism(pp=4, dp=2, zero=zero, split=(0, 2, 2, 0))
+    tables = [work(LLAMA, layout, TRAIN, stage) for stage in range(4)]
+    assert [table["layer"].drop_nulls().n_unique() for table in tables] == [0, 2, 2, 0]
+    ends = {"embedding", "norm", "head", "loss", "message", "gradients", "optimizer"} | ({"weights"} if zero else set())
+    assert set(tables[0]["part"]) | set(tables[3]["part"]) == ends
+    if zero:
+        gathers = [table.filter(part="weights").height for table in tables]
+        assert gathers == [1, 4, 4, 1]
+
+
 def test_a_deep_model_repeats_one_layer() -> None:
     model = msgspec.structs.replace(LLAMA, layers=96)
     table = work(model, Parallelism(tp=2), TRAIN)

@@ -129,8 +129,9 @@ def _fetch(rank: Rank, pages: Mapping[Page, list[Row]], inserts: Inserts, stage:
                 else:
                     insert(phase, layer, own[-1] + 1, f"reduce {unit}", layer)
                     units.append((layer, own[0], unit))
-    ends = layers.start == 0 or layers.stop == model.layers  # their weights are there still
-    begins = [(units[0] if layers.stop < model.layers else (layers.stop, 0, "")), *units] if ends else units
+    last = rank.layout.pp * rank.layout.chunks - 1
+    ends = stage in (0, last)  # their weights are there still: the first unit is fetched before their backward
+    begins = [*([(layers.stop, 0, "")] if stage == last else units[:1] if ends else ()), *units]
     ahead, wanted = iter(units), rank.train.prefetch + (not ends)
     for place, behind, _ in begins:
         for layer, _, unit in islice(ahead, wanted):
