@@ -113,7 +113,12 @@ class _Rank:
 
     def size(self, weights: Iterable[Weight], *, sharded: bool = False) -> float:
         """Parameters of some weights on this rank, or of the shard of them that ZeRO leaves it."""
-        return sum(_held(w, self.model, self.layout) / (_shards(w, self.layout) if sharded else 1) for w in weights)
+        return _size(tuple(weights), self.model, self.layout, sharded)
+
+    def size_of(self, layers: Iterable[int], *, sharded: bool = False) -> float:
+        """The same of layers."""
+        kinds = Counter(self.model.has_experts(layer) for layer in layers)
+        return sum(n * self.size(_weights(self.model, kind), sharded=sharded) for kind, n in kinds.items())
 
     def of_layer(self, layer: int) -> LayerTensors:
         """The tensors of a layer."""
@@ -126,9 +131,10 @@ class _Rank:
         copy = first[:1] if self.model.tied and not self.first else ()
         return (*(first if self.first else ()), *((*last, *copy) if self.last else ()))
 
-    def weights(self) -> tuple[Weight, ...]:
-        """All weights of this rank."""
-        return (*self.ends, *(w for chunk in self.chunks for layer in chunk for w in self.model.weights(layer)))
+    @cached_property
+    def every(self) -> tuple[int, ...]:
+        """All layers of this rank."""
+        return tuple(layer for chunk in self.chunks for layer in chunk)
 
     def in_flight(self) -> list[int]:
         """Micro-batches whose activations each chunk holds when this rank begins its first backward pass."""
@@ -145,17 +151,16 @@ class _Rank:
 
     def kept(self, layers: Iterable[int]) -> dict[str, float]:
         """What layers keep of a micro-batch, by class."""
-        sums = {"activations": 0.0, "bookkeeping": 0.0}
-        for layer in layers:
-            for name, size in self.of_layer(layer).kept(self.train.recompute).items():
-                sums["bookkeeping" if name.endswith("statistics") else "activations"] += size
-        return sums
+        kinds = Counter(self.model.has_experts(layer) for layer in layers)
+        return _sum([_times(_kept(self.model, self.layout, self.train, kind), n) for kind, n in kinds.items()])
 
     def lasting(self) -> dict[str, float]:
         """Bytes of what is there throughout a step, by class."""
-        train, layout, weights = self.train, self.layout, self.weights()
+        train, layout = self.train, self.layout
         number = max(2, SIZE_OF[train.dtype])
-        whole, shard = self.size(weights), self.size(weights, sharded=True)
+        whole, shard = (
+            self.size(self.ends, sharded=cut) + self.size_of(self.every, sharded=cut) for cut in (False, True)
+        )
         master = 4.0 if train.master and number < 4 else 0.0
         return {
             "weights": shard * (master or number) if layout.zero == 3 else whole * number,
@@ -199,7 +204,7 @@ class _Rank:
     @cached_property
     def largest(self) -> float:
         """Parameters of the largest layer."""
-        return max((self.size(self.model.weights(i)) for chunk in self.chunks for i in chunk), default=0.0)
+        return max((self.size_of([layer]) for layer in self.every), default=0.0)
 
     def peak(self) -> tuple[str, dict[str, float]]:
         """The moment when most is in use, and bytes by class at it."""
@@ -225,12 +230,11 @@ class _Rank:
         if layers:
             rise = {"workspace": self.of_layer(layers[0]).rise(recompute)}
             freed = _times(self.kept(layers[1:]), -1)
-            made = (w for chunk in self.chunks for i in chunk if i != layers[0] for w in self.model.weights(i))
-            apart = self._unfused((*head, *made))
+            apart = self._unfused(head, [layer for layer in self.every if layer != layers[0]])
             yield "gradients", _sum([held, freed, rise, apart, self._gathered(1, head, self.largest)])
         freed = _times(self.kept(layers), -1)
         ends = self._gathered(0, self.ends, self.size(self.ends))
-        yield "last gradients", _sum([held, freed, self._unfused(self.weights()), ends])
+        yield "last gradients", _sum([held, freed, self._unfused(self.ends, self.every), ends])
 
     def _held(self) -> dict[str, float]:
         """What micro-batches in flight keep, by class."""
@@ -242,7 +246,7 @@ class _Rank:
             parts.append({"bookkeeping": self.in_flight()[0] * tokens * (8 + mask / spread)})
         if self.layout.schedule == "zb-h1":  # a rank puts off weight gradients until it holds as much as the first
             waiting = min(self.layout.pp, self.train.micro_batches(self.layout)) - self.in_flight()[0]
-            parts.append({"activations": waiting * sum(self.of_layer(i).put_off() for i in self.chunks[0])})
+            parts.append({"activations": waiting * sum(self.of_layer(i).put_off() for i in self.every)})
         return _sum(parts)
 
     def _inputs(self) -> tuple[float, float, float]:
@@ -265,11 +269,30 @@ class _Rank:
         gradient = math.ceil(self.model.vocab / self.layout.tp) / self.model.hidden * whole
         return {"logits": inputs + gradient, "workspace": gathered + part}
 
-    def _unfused(self, weights: Iterable[Weight]) -> dict[str, float]:
+    def _unfused(self, ends: Iterable[Weight], layers: Iterable[int] = ()) -> dict[str, float]:
         """Gradients of a micro-batch in the format of compute, before they are added to those that last."""
         number = max(2, SIZE_OF[self.train.dtype])
         apart = not self.train.fused_grads and self.layout.zero < 2
-        return {"gradients": number * self.size(weights) if apart else 0.0}
+        return {"gradients": number * (self.size(ends) + self.size_of(layers)) if apart else 0.0}
+
+
+@lru_cache(maxsize=1024)
+def _kept(model: Transformer, layout: Parallelism, train: Training, experts: bool) -> dict[str, float]:
+    sums = {"activations": 0.0, "bookkeeping": 0.0}
+    for name, size in _tensors(model, layout, train, experts=experts).kept(train.recompute).items():
+        sums["bookkeeping" if name.endswith("statistics") else "activations"] += size
+    return sums
+
+
+@lru_cache(maxsize=64)
+def _weights(model: Transformer, experts: bool) -> tuple[Weight, ...]:
+    """The weights of a layer of a kind."""
+    return model.weights(next(layer for layer in range(model.layers) if model.has_experts(layer) == experts))
+
+
+@lru_cache(maxsize=1024)
+def _size(weights: tuple[Weight, ...], model: Transformer, layout: Parallelism, sharded: bool) -> float:
+    return sum(_held(w, model, layout) / (_shards(w, layout) if sharded else 1) for w in weights)
 
 
 def _sum(parts: Sequence[dict[str, float]]) -> dict[str, float]:
