@@ -211,9 +211,9 @@ FSDP = {
     "llama with cp": (LLAMA, Parallelism(dp=4, cp=4, zero=3)),
     "gpt with pp, last stage": (GPT, Parallelism(dp=4, pp=3, zero=3)),
     "mixtral with ep": (MIXTRAL, Parallelism(dp=8, ep=4, zero=3)),
-    "deepseek with tp, sp and ep": (
+    "deepseek with tp, sp, cp and ep over 64 ranks": (
         DEEPSEEK,
-        Parallelism(dp=8, tp=4, sequence_parallel=True, ep=4, etp=2, zero=3),
+        Parallelism(dp=8, tp=4, sequence_parallel=True, cp=2, cp_mode="all_gather", ep=4, etp=2, zero=3),
     ),
 }
 
