@@ -166,13 +166,13 @@ def test_a_model_is_the_same_after_a_round_trip_through_json() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"collective": "all_swap"}, InputError, "row 0: collective 'all_swap' is unknown; known: all_reduce"),
+        ({"collective": "all_swap"}, InputError, "row 0: collective is 'all_swap'; it needs one of all_reduce"),
         ({"interconnect": "tin cans"}, InputError, "called 'tin cans'; there are: .* Write one, Fabric"),
         ({"hardware": "abacus", "nodes": 2}, InputError, "called 'abacus', for the tier inside its nodes"),
-        ({"gpus": 1}, InputError, "row 0: no group of two GPUs or more"),
-        ({"gpus": 9, "nodes": 2}, InputError, "gpus=9"),
-        ({"gpus": 16}, InputError, "that one node's fabric joins"),
-        ({"size_bytes": -1}, InputError, "size_bytes=-1"),
+        ({"gpus": 1}, InputError, "row 0: gpus is 1; it needs a whole number of 2 or more"),
+        ({"gpus": 9, "nodes": 2}, InputError, "gpus is 9; it needs as many on each node"),
+        ({"gpus": 16}, InputError, "gpus is 16; it needs 8 at most, which NVLink4 NVSwitch joins"),
+        ({"size_bytes": -1}, InputError, "size_bytes is -1; it needs a number of 0 or more"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -133,6 +133,7 @@ PLANS: Mapping[str, Callable[[Floats, Floats, Floats], list[Plan]]] = {
 class Case(NamedTuple):
     """The rows of one collective, and its algorithms on them."""
 
+    collective: str
     rows: Rows
     size: Floats
     hosted: NDArray[np.bool_]

@@ -32,8 +32,9 @@ from lumos_nb.costs.collective_plans import (
     fastest,
     time_us,
 )
-from lumos_nb.costs.collective_tiers import REQUEST, Floats, Layout, Rows, kinds, layout_of, priceable
+from lumos_nb.costs.collective_tiers import REQUEST, Floats, Layout, Rows, kinds, layout_of, priceable, requests_of
 from lumos_nb.costs.intervals import Band
+from lumos_nb.costs.tables import Table, as_frame
 from lumos_nb.errors import CalibrationError, InputError
 from lumos_nb.graph import Graph
 from lumos_nb.schema import require
@@ -86,13 +87,14 @@ class CollectiveModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     seen: tuple[Seen, ...]
     bands: dict[str, Band] = {}
 
-    def predict(self, frame: pl.DataFrame, extra: Iterable[Fabric] = ()) -> pl.DataFrame:
+    def predict(self, table: Table, extra: Iterable[Fabric] = ()) -> pl.DataFrame:
         """Price collectives.
 
         Parameters
         ----------
-        frame
-            Columns of `REQUEST`; where it has `method`, times by the host (`HOST_TIMED`) include its calls.
+        table
+            Columns of `REQUEST`; where it has `method`, times by the host (`HOST_TIMED`) include its calls. polars,
+            pandas, a mapping of columns or a list of rows; collectives may be spelled as torch or NCCL does.
         extra
             Sheets beside the bundled ones; their names and aliases come first.
 
@@ -115,14 +117,15 @@ class CollectiveModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         >>> row = {"hardware": "H100-SXM-80GB", "interconnect": "InfiniBand NDR 400", "nodes": 4, "gpus": 32}
         >>> model.predict(pl.DataFrame({**row, "collective": "all_gather", "size_bytes": 1 << 28}))  # doctest: +SKIP
         """
-        layout = layout_of(frame, [*extra, *fabrics()])
-        cases = _cases(frame, layout)
+        frame, asked = as_frame(table, "collective"), _asked(table)
+        layout = layout_of(asked, [*extra, *fabrics()])
+        cases = _cases(asked, layout)
         dur_us = fastest(cases, frame.height, self._constants(layout.sheets))
         factor = np.empty(frame.height)
         for case in cases:
-            factor[case.rows] = BUS_FACTOR[frame["collective"][int(case.rows[0])]](case.layout.n)
-        columns = {"dur_us": dur_us, "busbw_gbs": frame["size_bytes"].to_numpy() / dur_us / 1e3 * factor}
-        priced = frame.with_columns(**columns).with_columns(self._covered(frame, layout, cases))
+            factor[case.rows] = BUS_FACTOR[case.collective](case.layout.n)
+        columns = {"dur_us": dur_us, "busbw_gbs": asked["size_bytes"].to_numpy() / dur_us / 1e3 * factor}
+        priced = frame.with_columns(**columns).with_columns(self._covered(asked, layout, cases))
         return with_interval(priced, self.bands) if self.bands else priced
 
     def predict_uneven(
@@ -151,12 +154,17 @@ class CollectiveModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         >>> sent = np.full((8, 8), 1 << 20)
         >>> model.predict_uneven(sent, "H100-SXM-80GB", "NVLink4/NVSwitch")                  # doctest: +SKIP
         """
-        sent = np.asarray(sent_bytes, dtype=np.float64)
-        if sent.ndim < 2 or sent.shape[-1] != sent.shape[-2] or not (sent >= 0).all():
-            raise InputError(f"sent_bytes of shape {sent.shape}: give [..., n, n], bytes >= 0 from rank to rank.")
+        try:
+            sent = np.asarray(sent_bytes, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"sent_bytes is no array of numbers: {error}") from error
+        if sent.ndim < 2 or not sent.shape[-1] == sent.shape[-2] >= 2 or not ((sent >= 0) & (sent < 2.0**63)).all():
+            raise InputError(
+                f"sent_bytes of shape {sent.shape}: give [..., n, n] for 2 ranks or more, bytes >= 0 from rank to rank."
+            )
         flat, n = sent.reshape(-1, *sent.shape[-2:]), sent.shape[-1]
         about = {"hardware": hardware, "interconnect": interconnect, "nodes": nodes, "gpus": n}
-        request = pl.DataFrame({**about, "collective": "all_to_all", "size_bytes": np.ones(len(flat))})
+        request = _asked(pl.DataFrame({**about, "collective": "all_to_all", "size_bytes": np.ones(len(flat))}))
         layout = layout_of(request, [*extra, *fabrics()])
         if not len(flat):
             return np.zeros(sent.shape[:-2])
@@ -178,22 +186,21 @@ class CollectiveModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def _constants(self, sheets: tuple[Fabric, ...]) -> dict[str, Floats]:
         each = [msgspec.structs.astuple(self.links.get(sheet.name, self.shared)) for sheet in sheets]
-        return dict(zip(Constants.__struct_fields__, np.array(each).reshape(len(each), -1).T, strict=False))
+        return dict(zip(Constants.__struct_fields__, np.array(each).reshape(len(each), len(_IS_SHARE)).T, strict=False))
 
-    def _covered(self, frame: pl.DataFrame, layout: Layout, cases: list[Case]) -> list[pl.Series]:
+    def _covered(self, asked: pl.DataFrame, layout: Layout, cases: list[Case]) -> list[pl.Series]:
         """`basis` and `out_of_range`."""
         names, code = layout.tiers()
         seen: dict[str, list[Seen]] = {name: [one for one in self.seen if one.tiers == name] for name in names}
-        basis = np.array([1 if seen[name] else 2 for name in names])[code]
+        basis = np.array([1 if seen[name] else 2 for name in names], dtype=np.int64)[code]
         for case in cases:
-            kind = frame["collective"][int(case.rows[0])]
-            measured = np.array([any(one.collective == kind for one in seen[name]) for name in names])
+            measured = np.array([any(one.collective == case.collective for one in seen[name]) for name in names])
             basis[case.rows[measured[code[case.rows]]]] = 0
-        outside = np.zeros(frame.height, dtype=bool)
+        outside = np.zeros(asked.height, dtype=bool)
         for column, least, most in (("gpus", "least_gpus", "most_gpus"), ("size_bytes", "least_bytes", "most_bytes")):
             low = np.array([min((getattr(one, least) for one in seen[name]), default=np.inf) for name in names])
             high = np.array([max((getattr(one, most) for one in seen[name]), default=-np.inf) for name in names])
-            value = frame[column].to_numpy()
+            value = asked[column].to_numpy()
             outside |= (value < low[code]) | (value > high[code])
         return [pl.Series("basis", BASES).gather(basis), pl.Series("out_of_range", outside)]
 
@@ -207,23 +214,28 @@ def _busiest(sent: Floats) -> Floats:
     return most
 
 
-def _cases(frame: pl.DataFrame, layout: Layout) -> list[Case]:
-    first, kind = kinds(frame["collective"])
-    names = frame["collective"].gather(first).to_list()
-    for row, name in zip(first, names, strict=True):
-        if name not in PLANS:
-            raise InputError(
-                f"collective frame, row {row}: collective {name!r} is unknown; known: {', '.join(PLANS)}. "
-                "Name it as the one of these that moves the same bytes."
-            )
-    size = frame["size_bytes"].cast(pl.Float64).to_numpy()
-    timed = frame["method"].is_in(HOST_TIMED) if "method" in frame.columns else pl.zeros(frame.height, eager=True) > 0
-    hosted = timed.fill_null(value=False).to_numpy()
+_OTHER_NAMES = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    **{form.replace("_", ""): name for name in PLANS for form in (name, f"nccl{name}")},
+    **{name.replace("_", sign): name for name in PLANS for sign in "- "},
+}
+"""Other spellings of collectives: torch's and NCCL's, in lower case."""
+
+
+def _asked(table: Table) -> pl.DataFrame:
+    return requests_of(table, PLANS, _OTHER_NAMES)
+
+
+def _cases(asked: pl.DataFrame, layout: Layout) -> list[Case]:
+    first, kind = kinds(asked["collective"])
+    size, hosted = asked["size_bytes"].to_numpy(), asked["method"].is_in(HOST_TIMED).fill_null(value=False).to_numpy()
     cases = []
-    for index, name in enumerate(names):
+    for index, name in enumerate(asked["collective"].gather(first)):
         rows = np.flatnonzero(kind == index)
         part = layout.take(rows)
-        cases.append(Case(rows, size[rows], hosted[rows], part, PLANS[name](part.n, part.g, part.nodes)))
+        cases.append(Case(name, rows, size[rows], hosted[rows], part, PLANS[name](part.n, part.g, part.nodes)))
     return cases
 
 
@@ -318,23 +330,24 @@ def fit_collectives(samples: pl.DataFrame, extra: Iterable[Fabric] = (), *, fold
     >>> model.table()                                                                        # doctest: +SKIP
     """
     times = samples["time_us"].cast(pl.Float64).to_numpy() if "time_us" in samples.columns else np.zeros(0)
-    if not times.size or not (times > 0).all():
+    if not times.size or not ((times > 0) & (times < np.inf)).all():
         raise CalibrationError(
             "a fit of collectives needs rows with time_us above 0: measure a sweep over sizes of each collective, with "
             "nccl-tests or lumos_nb.costs.microbenchmark.measure_collectives."
         )
-    layout = layout_of(samples, [*extra, *fabrics()])
-    fitted = _least_error(_cases(samples, layout), times, _sweeps(samples), layout)
+    asked = _asked(samples)
+    layout = layout_of(asked, [*extra, *fabrics()])
+    fitted = _least_error(_cases(asked, layout), times, _sweeps(samples), layout)
     shared, *links = [Constants(**dict(zip(Constants.__struct_fields__, row, strict=True))) for row in fitted.tolist()]
     names, code = layout.tiers()
-    sizes = pl.col("size_bytes").cast(pl.Int64)
+    gpus, sizes = pl.col("gpus").cast(pl.Int64), pl.col("size_bytes").cast(pl.Int64)
     seen = (
-        samples.with_columns(tiers=pl.Series(names).gather(code))
+        asked.with_columns(tiers=pl.Series(names).gather(code))
         .group_by("tiers", "collective", maintain_order=True)
         .agg(
             rows=pl.len(),
-            least_gpus=pl.col("gpus").min(),
-            most_gpus=pl.col("gpus").max(),
+            least_gpus=gpus.min(),
+            most_gpus=gpus.max(),
             least_bytes=sizes.min(),
             most_bytes=sizes.max(),
         )

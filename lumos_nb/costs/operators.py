@@ -60,7 +60,7 @@ class Call(NamedTuple):
     def tensor(self, at: int) -> list[int]:
         """Shape of a tensor argument."""
         shape = self.dims[at]
-        if not shape or not all(isinstance(size, int) for size in shape):
+        if not shape or not all(isinstance(size, int) and size >= 0 for size in shape):
             raise Undecoded(f"argument {at} has no recorded shape")
         return list(shape)
 
@@ -78,7 +78,7 @@ class Call(NamedTuple):
             return text == "True"
         try:
             return json.loads(text.rstrip(".")) if text else None
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             return None
 
     def layout(self, at: int) -> str | None:
@@ -397,6 +397,15 @@ OPERATORS: dict[str, Operator] = {
 """Rows by name; `aten::add_` and `aten.add.Tensor` are those of `aten::add`."""
 
 
+def listed(text: str | None) -> list[Any]:
+    """A list as JSON; none where it is damaged."""
+    try:
+        value = json.loads(text or "[]")
+    except (ValueError, RecursionError):
+        return []
+    return value if isinstance(value, list) else []
+
+
 def operator_key(name: pl.Expr) -> pl.Expr:
     """The key of `OPERATORS` that an operator's name would have."""
     plain = name.str.replace(r"^(\w+)\.(\w+)\.\w+$", "$1::$2")
@@ -406,12 +415,16 @@ def operator_key(name: pl.Expr) -> pl.Expr:
 def sizes_of(key: str, call: Call) -> Sizes:
     """Columns of a kernel frame for a call: `family`, `op`, `pass`, `dtype`, sizes, and `why` they are not known."""
     row = OPERATORS[key]
-    told: Sizes = {"family": row.family, "op": row.op, "pass": row.direction, "dtype": call.main_format()}
+    told: Sizes = {"family": row.family, "op": row.op, "pass": row.direction}
     try:
-        told |= row.decode(call)
+        told["dtype"] = call.main_format()
+        sizes = row.decode(call)
+        if not all(_is_size(sizes.get(name)) for name, kind in SIZES.items() if kind == pl.Int64):
+            raise ValueError
+        told |= sizes
     except Undecoded as reason:
         told["why"] = str(reason)
-    except (IndexError, TypeError, ValueError, ZeroDivisionError):
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
         told["why"] = "the arguments are not those of the operator's schema"
     if told.pop("scalar", False) and f"{told['op']}_scalar" in MOVES:
         told["op"] += "_scalar"
@@ -420,6 +433,10 @@ def sizes_of(key: str, call: Call) -> Sizes:
     if "why" not in told:
         told["why"] = _missing(told)
     return told
+
+
+def _is_size(value: object) -> bool:
+    return value is None or (isinstance(value, int) and 0 <= value < 2**63)
 
 
 def _missing(told: Sizes) -> str | None:

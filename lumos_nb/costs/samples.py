@@ -8,7 +8,6 @@ its row and says `why`.
 
 from __future__ import annotations
 
-import json
 from math import prod
 from typing import Any
 
@@ -20,7 +19,7 @@ from lumos_nb import call_stacks
 from lumos_nb.calls import ENGINE_OPERATORS
 from lumos_nb.config import find_gpu
 from lumos_nb.costs.names import FALLBACK, HOST_COPY, UNKNOWN, kernel_families
-from lumos_nb.costs.operators import GENERATED, OPERATORS, SIZES, Call, operator_key, sizes_of
+from lumos_nb.costs.operators import GENERATED, OPERATORS, SIZES, Call, listed, operator_key, sizes_of
 from lumos_nb.costs.work import ELEMENT_BYTES, MOVES, PRODUCTS
 from lumos_nb.errors import InputError
 from lumos_nb.ops import build_ops, step_marks
@@ -41,7 +40,7 @@ _LIST = r"(\[(?:[^\[\]]|\[(?:[^\[\]]|\[[^\[\]]*\])*\])*\])"
 KINDRED = (
     *("copy>cast", "copy>transpose", "copy>elementwise", "cast>copy", "cast>elementwise", "transpose>copy"),
     *("transpose>elementwise", "elementwise>cast", "elementwise>optimizer", "convolution>gemm", "fill>elementwise"),
-    *("embedding_lookup>index", "optimizer>elementwise", "dropout>elementwise"),
+    *("batch_norm>norm", "embedding_lookup>index", "optimizer>elementwise", "dropout>elementwise"),
 )
 """Kernels of a family (on the right) that do the work of an operator of another one."""
 
@@ -158,8 +157,10 @@ def _requests(ops: pl.DataFrame, run: Run | None) -> pl.DataFrame:
     told = told.with_columns(named_pass=pl.coalesce("half", "named_pass"))
     settled = _settled(told)
     settled = settled if run is None else _by_grid(settled, work, run.events)
-    rows = ops.drop("dtype").with_row_index("row").join(
-        settled.with_columns(work["row"]), on="row", how="left", maintain_order="left"
+    rows = (
+        ops.drop("dtype")
+        .with_row_index("row")
+        .join(settled.with_columns(work["row"]), on="row", how="left", maintain_order="left")
     )
     no_work = pl.lit("no work of a kernel")
     return rows.with_columns(
@@ -201,23 +202,14 @@ def _decoded(calls: pl.DataFrame) -> pl.DataFrame:
 
 def _read(key: str, backward: bool, gradient: str | None, **texts: str | None) -> dict[str, Any]:
     """One call's sizes; a product in the backward pass becomes the gradient that it is."""
-    call = Call(*(_listed(texts[name]) for name in ("dims", "strides", "types", "constants")))
+    call = Call(*(listed(texts[name]) for name in ("dims", "strides", "types", "constants")))
     told = sizes_of(key, call)
     if backward and told["op"] in ("gemm", "bmm") and told["why"] is None:
-        told |= _gradient(told, next(iter(_listed(gradient)), []))
+        told |= _gradient(told, next(iter(listed(gradient)), []))
     return {name: told.get(name) for name in REQUEST}
 
 
-def _listed(text: str | None) -> list[Any]:
-    """A list as JSON; none where it is damaged."""
-    try:
-        value = json.loads(text or "[]")
-    except (ValueError, RecursionError):
-        return []
-    return value if isinstance(value, list) else []
-
-
-def _gradient(told: dict[str, Any], incoming: object) -> dict[str, Any]:
+def _gradient(told: dict[str, Any], incoming: Any) -> dict[str, Any]:
     """Which gradient a product of the backward pass is, in sizes of the forward product; any if that is not to be told.
 
     By the weight it contracts over the rows, so that its left side lies transposed; where strides are not recorded, the
@@ -391,7 +383,8 @@ def _recorded(events: pl.DataFrame) -> pl.DataFrame:
             pl.col("name").str.contains(ENGINE_OPERATORS),
         )
     )
-    known &= ~_wrappers(parent, known, table["key"])
+    if events["device"].null_count() == events.height:  # a device's kernels go by the innermost, whatever is around
+        known &= ~_wrappers(parent, known, table["key"])
     asked = call_stacks.innermost(parent, known)
     top = call_stacks.outermost(parent, known)
     inside = np.bincount(parent + 1, weights=table["dur_ns"].to_numpy(), minlength=parent.size + 1)[1:]

@@ -8,7 +8,7 @@ product. What `m`, `n` and `k` mean: the executed product (m x k)(k x n); where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
 
@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from lumos_nb.costs.tables import FORMAT_NAMES, Table, as_frame, numbers, spelled, words
 from lumos_nb.errors import InputError, SchemaError
 
 ELEMENT_BYTES: Mapping[str, float] = {
@@ -69,7 +70,8 @@ MOVES: Mapping[str, Traffic] = {
     **dict.fromkeys(
         ("gated_activation", "act_mul"), Traffic("gated_activation", read=2, back_read=3, back_write=2, flops=6)
     ),
-    **dict.fromkeys(("norm", "norm(rms/layer)", "layernorm", "rmsnorm", "batchnorm"), Traffic("norm", flops=8)),
+    **dict.fromkeys(("norm", "norm(rms/layer)", "layernorm", "rmsnorm"), Traffic("norm", flops=8)),
+    "batchnorm": Traffic("batch_norm", flops=8),  # its statistics are of columns: no block a row
     "softmax": Traffic("softmax", flops=5),
     "cross_entropy": Traffic("cross_entropy", write=0, back_read=1, flops=5, row_bytes=8, row_write=1),
     "nll_loss": Traffic("cross_entropy", read=0, write=0, back_read=0, flops=0, row_bytes=12),
@@ -109,14 +111,42 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 """Columns without which a family has no work; all others need `rows` and `cols`."""
 
+MAY_HAVE: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gemm", "convolution"), ("batch", "groups")),
+    "attention": ("seq_kv", "kv_heads", "head_dim_v"),
+}
+"""Further sizes that a family reads where they are given."""
+
 PASSES = ("fwd", "bwd", "bwd_grad_act", "bwd_grad_w", "fwd+bwd", "any")
 
 _NUMBERS = (
     *("batch", "groups", "m", "n", "k", "rows", "cols", "seq_q", "seq_kv", "heads", "kv_heads", "head_dim"),
     "head_dim_v",
 )
-_TEXTS: Mapping[str, str | None] = {"pass": "any", "trans": "", "out_dtype": None, "method": ""}
-_FLAGS = ("causal", "accumulate")
+_LARGEST = 2.0**63
+"""Sizes lie below this, so that no product of them overflows."""
+
+_OP_NAMES = {
+    **dict.fromkeys(("matmul", "mm", "linear"), "gemm"),
+    "addmm": "gemm_bias",
+    **dict.fromkeys(("scaled_dot_product_attention", "sdpa", "flash_attention"), "attention"),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "convolution"),
+    **{name: name.replace("_", "") for name in ("layer_norm", "rms_norm", "batch_norm")},
+    "embedding": "embedding_lookup",
+    "cat": "concat",
+}
+_PASS_NAMES = {"": "any", "forward": "fwd", "backward": "bwd", "dgrad": "bwd_grad_act", "wgrad": "bwd_grad_w"}
+_FLAG_NAMES = dict.fromkeys(("1", "1.0", "yes"), "true") | dict.fromkeys(("0", "0.0", "no", "nan", ""), "false")
+_TEXTS: Mapping[str, tuple[str | None, Collection[str], Mapping[str, str]]] = {
+    # column: (what stands for null, what it may hold, other spellings)
+    "op": (None, (*PRODUCTS, *MOVES), _OP_NAMES),
+    "dtype": (None, ELEMENT_BYTES, FORMAT_NAMES),
+    "pass": ("any", PASSES, _PASS_NAMES),
+    "trans": ("", ("", "NN", "NT", "TN", "TT"), {}),
+    "out_dtype": (None, ELEMENT_BYTES, FORMAT_NAMES),
+    "causal": ("false", ("true", "false"), _FLAG_NAMES),
+    "accumulate": ("false", ("true", "false"), _FLAG_NAMES),
+}
 
 RESULTS = ("flops", "bytes", "work_batch", "work_m", "work_n", "work_k", "work_scores", "work_masked")
 """Columns that `with_work` computes from the sizes."""
@@ -139,13 +169,14 @@ class Work:
     parts: tuple[Part, ...]
 
 
-def with_work(frame: pl.DataFrame) -> pl.DataFrame:
+def with_work(table: Table) -> pl.DataFrame:
     """Add what each kernel has to do.
 
     Parameters
     ----------
-    frame
+    table
         A kernel frame: `op` and `dtype`, and the columns that its ops need (`NEEDS`); all others may be null or absent.
+        polars, pandas, a mapping of columns or a list of rows. NaN is null; formats may be spelled as torch does.
 
     Returns
     -------
@@ -161,8 +192,8 @@ def with_work(frame: pl.DataFrame) -> pl.DataFrame:
     SchemaError
         There is no column `op` or `dtype`.
     InputError
-        A row has an unknown op, pass or number format, or lacks a number that its op needs, or has one that is not
-        positive; the message names row, op and column.
+        A row has an unknown op, pass, layout, flag or number format, or lacks a number that its op needs, or has one
+        that is not positive; the message names row, op and column.
 
     Examples
     --------
@@ -170,6 +201,7 @@ def with_work(frame: pl.DataFrame) -> pl.DataFrame:
     ...     "family", "flops", "bytes").row(0)
     ('gemm', 65536.0, 7168.0)
     """
+    frame = as_frame(table, "kernel")
     work = work_of(frame)
     kind = np.zeros(frame.height, dtype=np.uint32)
     found = np.zeros((len(RESULTS), frame.height))
@@ -190,22 +222,22 @@ def work_of(frame: pl.DataFrame) -> Work:
         As `with_work`.
     """
     if missing := [name for name in ("op", "dtype") if name not in frame.columns]:
-        raise SchemaError(f"the kernel frame lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns)}.")
-    texts = [
-        _column(frame, name).cast(pl.String).fill_null(pl.lit(default, pl.String)) for name, default in _TEXTS.items()
-    ]
-    keyed = frame.select(pl.col("op", "dtype").cast(pl.String), *texts, *(_flag(frame, name) for name in _FLAGS))
-    kinds = _kinds(keyed.unique(maintain_order=True))
-    numbers = frame.select(_column(frame, name).cast(pl.Float64) for name in _NUMBERS)
-    needed = kinds.select([*keyed.columns, "kind", "family"])
-    of_row = keyed.join(needed, on=keyed.columns, how="left", nulls_equal=True, maintain_order="left")
-    rows = numbers.with_columns(of_row.select("kind", "family")).with_row_index("row")
-    _check_kinds(kinds, of_row["kind"])
+        raise SchemaError(
+            f"the kernel frame lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns) or 'none'}."
+        )
+    given = _texts(frame)
+    distinct = given.unique(maintain_order=True)
+    kinds = _kinds(distinct)
+    kind = given.join(
+        distinct.with_row_index("kind"), on=given.columns, how="left", nulls_equal=True, maintain_order="left"
+    )["kind"]
+    _check_kinds(kinds, kind)
+    rows = numbers(frame, _NUMBERS, "kernel").with_columns(kind, kinds["family"].gather(kind)).with_row_index("row")
     parts = []
     for family in kinds["family"].unique(maintain_order=True):
         chosen = rows if kinds["family"].n_unique() == 1 else rows.filter(pl.col("family") == family)
         _check_sizes(family, chosen, kinds)
-        of_kind = kinds.select("kind", *_FACTORS)
+        of_kind = kinds.select("kind", *_FACTORS).with_columns(pl.col("causal", "accumulate") == "true")
         chosen = chosen.join(of_kind, on="kind", how="left", maintain_order="left").with_columns(
             pl.col("batch", "groups", "cols").fill_null(1.0),
             pl.col("seq_kv").fill_null(pl.col("seq_q")),
@@ -217,17 +249,26 @@ def work_of(frame: pl.DataFrame) -> Work:
     return Work(kinds, tuple(parts))
 
 
-def _column(frame: pl.DataFrame, name: str) -> pl.Expr:
-    return pl.col(name) if name in frame.columns else pl.lit(None).alias(name)
+def text_of(frame: pl.DataFrame, name: str) -> pl.Series:
+    """A column of words of a kernel frame, in this module's spelling."""
+    default, known, others = _TEXTS[name]
+    return spelled(words(frame, name, "kernel").fill_null(pl.lit(default, pl.String)), known, others)
 
 
-def _flag(frame: pl.DataFrame, name: str) -> pl.Expr:
-    """A flag as true or false; figures also write it as text."""
-    column = _column(frame, name)
-    if frame.schema.get(name) == pl.String:
-        column = column.str.to_lowercase() == "true"
-    return column.cast(pl.Boolean).fill_null(False)
+def _texts(frame: pl.DataFrame) -> pl.DataFrame:
+    """The columns of words that a frame has, as they are; of `method` what attention runs, or how others were timed."""
+    texts = pl.DataFrame([words(frame, name, "kernel") for name in (*_TEXTS, "method") if name in frame.columns])
+    if "method" in frame.columns:
+        ops = texts.select(pl.col("op").unique())
+        attends = ops.filter(text_of(ops, "op") == "attention")["op"]
+        attention, gap = pl.col("op").is_in(attends.implode()), pl.col("method").str.contains(LAUNCH_GAP, literal=True)
+        texts = texts.with_columns(pl.when(attention).then("method").when(gap).then(pl.lit(LAUNCH_GAP)).alias("method"))
+    return texts
 
+
+LAUNCH_GAP = "launch gap"
+"""What `method` holds where a time has the host's way from one kernel to the next in it, as of events round single
+calls; a profiler's times have not, nor has a request that says nothing."""
 
 _FACTORS = (
     *("causal", "accumulate", "el_bytes", "out_bytes", "act", "weight", "products", "passes", "scores", "bias"),
@@ -238,6 +279,7 @@ _FACTORS = (
 
 def _kinds(kinds: pl.DataFrame) -> pl.DataFrame:
     """What op, format, pass and flags say, before any size."""
+    kinds = pl.DataFrame([*(text_of(kinds, name) for name in _TEXTS), words(kinds, "method", "kernel")])
     families = {op: move.family for op, move in MOVES.items()} | dict(PRODUCTS)
     traffic = pl.DataFrame([{"op": op} | asdict(move) for op, move in MOVES.items()]).drop("family")
     act, weight, back, both = (pl.col("pass") == name for name in ("bwd_grad_act", "bwd_grad_w", "bwd", "fwd+bwd"))
@@ -267,9 +309,10 @@ def _kinds(kinds: pl.DataFrame) -> pl.DataFrame:
         )
         .join(traffic, on="op", how="left", maintain_order="left")
         .with_columns(
-            implementation=pl.when(pl.col("family") == "attention")
-            .then(pl.col("method").str.split(";").list.first())
+            implementation=pl.when(pl.col("op") == "attention")
+            .then(pl.col("method").fill_null("").str.split(";").list.first())
             .otherwise(pl.lit("")),
+            gap=pl.col("method").fill_null("").str.contains(LAUNCH_GAP, literal=True).cast(pl.Float64),
             col_bytes=by_pass(pl.col("read"), pl.col("back_read")) * pl.col("el_bytes")
             + by_pass(pl.col("write"), pl.col("back_write")) * pl.col("out_bytes"),
             fixed_bytes=pl.col("row_bytes") + pl.col("row_write") * pl.col("out_bytes"),
@@ -280,31 +323,28 @@ def _kinds(kinds: pl.DataFrame) -> pl.DataFrame:
 
 def _check_kinds(kinds: pl.DataFrame, of_row: pl.Series) -> None:
     """Raise InputError for the first kind of row that no formula is for."""
-    problems = {
-        "op": (pl.col("family").is_null(), (*PRODUCTS, *MOVES)),
-        "dtype": (pl.col("el_bytes").is_null(), ELEMENT_BYTES),
-        "pass": (~pl.col("pass").is_in(PASSES), PASSES),
-        "out_dtype": (pl.col("out_bytes").is_null(), ELEMENT_BYTES),
-    }
-    for name, (bad, known) in problems.items():
+    unknown = {n: ~pl.col(n).is_in(list(known)).fill_null(n == "out_dtype") for n, (_, known, _) in _TEXTS.items()}
+    unknown["trans"] &= pl.col("family") == "gemm"
+    for name, bad in unknown.items():
         if (wrong := kinds.filter(bad)).height:
             first = wrong.row(0, named=True)
             raise InputError(
                 f"kernel frame, row {of_row.index_of(first['kind'])} (op {first['op']!r}): {name} is {first[name]!r}; "
-                f"known: {', '.join(known)}."
+                f"known: {', '.join(_TEXTS[name][1]).lstrip(', ')}."
             )
 
 
 def _check_sizes(family: str, rows: pl.DataFrame, kinds: pl.DataFrame) -> None:
-    """Raise InputError for the first row of a family that lacks a size."""
-    for name in NEEDS.get(family, ("rows", "cols")):
-        column = rows[name]
-        if column.null_count() or not (column > 0).all():
-            row = rows.filter(~(pl.col(name) > 0).fill_null(False)).row(0, named=True)
-            op = kinds["op"][row["kind"]]
+    """Raise InputError for the first row of a family that lacks a size, or has one that cannot be."""
+    needed = NEEDS.get(family, ("rows", "cols"))
+    for name in (*needed, *MAY_HAVE.get(family, ())):
+        size = rows[name]
+        fits = ((size > 0) & (size < _LARGEST)).fill_null(value=name not in needed)
+        if not fits.all():
+            row = rows.row(int(fits.arg_min() or 0), named=True)
             raise InputError(
-                f"kernel frame, row {row['row']} (op {op!r}): {name} is {row[name]!r}; "
-                "this op needs it as a positive number."
+                f"kernel frame, row {row['row']} (op {kinds['op'][row['kind']]!r}): {name} is {row[name]!r}; this op "
+                "needs it as a number above 0 and below 2**63."
             )
 
 
