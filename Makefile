@@ -73,7 +73,7 @@ calibrate: env ## samples of this machine, in 6 minutes, and a calibration of it
 		--calibration $(CALIBRATIONS) --budget 300
 
 calibrations: env ## fit the bundled calibrations again, in two minutes
-	OMP_NUM_THREADS=1 $(BIN)/python datasets/make_calibrations.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m datasets.make_calibrations
 
 tables: env ## the tables of README.md, from the JSON files
 	$(BIN)/python -m benchmarks.rows

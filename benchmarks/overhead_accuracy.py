@@ -16,7 +16,7 @@ import polars as pl
 
 from benchmarks.rows import Row
 from benchmarks.scores import noise, percent
-from lumos_nb.costs.overheads import Overheads, host_parts, launch_latencies, pooled, with_families
+from lumos_nb.costs.host import Overheads, host_parts, launch_latencies, pooled, with_families
 from lumos_nb.evaluate import chosen_steps, leave_one_out
 from lumos_nb.graph import Recording
 from lumos_nb.traces.run import load_run

@@ -1,6 +1,6 @@
 """Fit the bundled calibrations: on what others measured (`measured/`), on what we did (`calibration-samples/`).
 
-    python datasets/make_calibrations.py
+    python -m datasets.make_calibrations
 
 Writes `calibrations/*.json` and prints, for each, what is measured and how well.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import polars as pl
 
+from benchmarks.collective_accuracy import LEFT_OUT
 from lumos_nb import datasets
 from lumos_nb.config import find_gpu
 from lumos_nb.costs.bench_fit import fit_recorded
@@ -36,7 +37,8 @@ def main() -> int:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
         samples = datasets.load("measured-kernels")
         measured = datasets.load("measured-collectives")
-        collectives = fit_collectives(measured.filter(priceable(measured)), folds=8)
+        usable = measured.filter(priceable(measured) & ~pl.any_horizontal(LEFT_OUT.values()))
+        collectives = fit_collectives(usable, folds=8)
         generic = msgspec.structs.replace(fit_generic(samples, executor=executor), collectives=collectives)
         write(generic)
         named = {name: find_gpu(name) for name in samples["gpu"].unique()}

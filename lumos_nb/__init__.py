@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lumos_nb.costs.calibration import Calibration as Calibration
     from lumos_nb.costs.calibration import load_calibration as load_calibration
     from lumos_nb.costs.fitting import calibrate as calibrate
-    from lumos_nb.costs.overheads import overheads as overheads
+    from lumos_nb.costs.host import overheads as overheads
     from lumos_nb.costs.samples import kernel_samples as kernel_samples
     from lumos_nb.critical_path import Result as Result
     from lumos_nb.critical_path import replay as replay
@@ -81,7 +81,7 @@ _MODULES = {
     "lumos_nb.layout": ("Cluster", "Parallelism", "Training"),
     "lumos_nb.costs.calibration": ("Calibration", "load_calibration"),
     "lumos_nb.costs.fitting": ("calibrate",),
-    "lumos_nb.costs.overheads": ("overheads",),
+    "lumos_nb.costs.host": ("overheads",),
     "lumos_nb.costs.samples": ("kernel_samples",),
     "lumos_nb.ledger": ("check_prediction", "read_ledger", "save_prediction"),
     "lumos_nb.report": ("step_report",),

@@ -8,7 +8,7 @@ from statistics import median
 
 import polars as pl
 
-from lumos_nb.costs.overheads import Pool, with_families
+from lumos_nb.costs.host import Pool, with_families
 from lumos_nb.critical_path import replay, sweep
 from lumos_nb.errors import GraphError
 from lumos_nb.graph import Graph, Recording, build_graph

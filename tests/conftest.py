@@ -30,7 +30,7 @@ def measured() -> Path:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where shared files must be there (`LUMOS_NB_REQUIRE_SHARED`, set by make), skipping a test of them is a failure."""
+    """Where shared files must be there (`LUMOS_NB_REQUIRE_SHARED`, set by make), skipping a test of them fails."""
     report = yield
     asked = {"traces", "measured"} & set(getattr(item, "fixturenames", ()))
     if report.skipped and asked and os.environ.get("LUMOS_NB_REQUIRE_SHARED"):

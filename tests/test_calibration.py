@@ -37,7 +37,8 @@ def adds(gpu: str, *, bandwidth: float, launch_us: float = 5.0, rows: int = 60, 
 
 @pytest.fixture(scope="module")
 def generic() -> Calibration:
-    return fit_generic(pl.concat([adds("A100", bandwidth=1.7e12), adds("H100", bandwidth=2.8e12, seed=1), adds("T4", bandwidth=0.26e12, seed=2)]))
+    bandwidths = {"A100": 1.7e12, "H100": 2.8e12, "T4": 0.26e12}
+    return fit_generic(pl.concat(adds(gpu, bandwidth=b, seed=i) for i, (gpu, b) in enumerate(bandwidths.items())))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ whole GPUs for what is transferred, and all measured kernels for what is priced 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Self
 
@@ -21,12 +22,13 @@ from lumos_nb import datasets
 from lumos_nb.config import Gpu, find_gpu, names_of, same_name
 from lumos_nb.costs.collectives import CollectiveModel
 from lumos_nb.costs.heldout import Score
+from lumos_nb.costs.host import Overheads
 from lumos_nb.costs.intervals import Band
-from lumos_nb.costs.kernels import KernelModel, prior_cell
-from lumos_nb.costs.overheads import Overheads
-from lumos_nb.costs.work import with_work
+from lumos_nb.costs.kernels import KernelModel, difficulty, prior_cell
+from lumos_nb.costs.tables import Table, as_frame, words
+from lumos_nb.costs.work import text_of, with_work
 from lumos_nb.display import html_table, text_table
-from lumos_nb.errors import CalibrationError, InputError
+from lumos_nb.errors import CalibrationError, InputError, LumosError
 
 VERSION = 1
 """Of the file's layout. A file of another version is refused: numbers under old names are worse than none."""
@@ -92,14 +94,22 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     collectives: CollectiveModel | None = None
     overheads: Overheads | None = None
 
-    def predict_kernels(self, frame: pl.DataFrame) -> pl.DataFrame:
+    def __post_init__(self) -> None:
+        """Refuse numbers that no fit gives: they would price silently wrong."""
+        if wrong := next(_impossible(self), None):
+            raise CalibrationError(
+                f"calibration {self.name}: {wrong}. It was damaged or edited; fit or fetch it again."
+            )
+
+    def predict_kernels(self, table: Table) -> pl.DataFrame:
         """Price kernels on this GPU.
 
         Parameters
         ----------
-        frame
+        table
             A kernel frame: `op`, `dtype`, sizes (see `lumos_nb.costs.work`), or an op table with requests
-            (`lumos_nb.costs.samples.with_requests`). A column `gpu` must name this GPU in every row.
+            (`lumos_nb.costs.samples.with_requests`). polars, pandas, a mapping of columns or a list of rows. A column
+            `gpu` names this GPU or nothing.
 
         Returns
         -------
@@ -121,6 +131,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         >>> cal.predict_kernels(rows)["basis"].to_list()
         ['measured']
         """
+        frame = as_frame(table, "kernel")
         self._check_gpu(frame)
         work = with_work(frame)
         priced = self._completed(work).predict(frame, self.gpu)
@@ -149,30 +160,32 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         basis = pl.select(pl.when(fitted).then(bases).otherwise(pl.lit("data sheet")).alias("basis"))["basis"]
         outside = np.zeros(priced.height, dtype=bool)
         for column in REGION:
-            least, most = np.array([*(c.region[column] for c in self.covered), (-np.inf, np.inf)])[number].T
+            least, most = np.array([*(c.region[column] for c in self.covered), (np.inf, -np.inf)])[number].T
             values = work[column].to_numpy()
             outside |= (values < least * (1 - 1e-9)) | (values > most * (1 + 1e-9))
         time, low, high = (priced[name].to_numpy().copy() for name in ("dur_us", "low_us", "high_us"))
+        hard = difficulty(time, priced["floor_us"].to_numpy(), *work["flops", "bytes"].to_numpy().T)
         loose = np.isnan(low) | (number == len(self.covered))
         for name in basis.filter(pl.Series(loose)).unique():
             at = loose & (basis == name).to_numpy()
             band = self.bands.get(name, self.bands["transferred"])  # measured on one group alone: nothing was left out
-            low[at], high[at] = band.around(time[at], np.log(time[at]))
+            low[at], high[at] = band.around(time[at], hard[at])
         ends = (pl.Series("low_us", low), pl.Series("high_us", high))
         return priced.with_columns(*ends, basis, pl.Series("out_of_range", outside))
 
     def _check_gpu(self, frame: pl.DataFrame) -> None:
         if "gpu" not in frame.columns:
             return
-        for name in frame["gpu"].unique().drop_nulls():
+        names = words(frame, "gpu", "kernel")
+        for name in names.unique(maintain_order=True).drop_nulls():
             if not any(same_name(name, other) for other in names_of(self.gpu)):
-                row = frame["gpu"].index_of(name)
                 raise InputError(
-                    f"kernel frame, row {row}: gpu is {name!r}, but this calibration is of {self.gpu.name}. Price "
-                    f"these rows with load_calibration({name!r}), or drop the column to price them here."
+                    f"kernel frame, row {names.index_of(name)}: gpu is {name!r}, but this calibration is of "
+                    f"{self.gpu.name}. Price these rows with load_calibration({name!r}), or drop the column to price "
+                    "them here."
                 )
 
-    def predict_collectives(self, frame: pl.DataFrame) -> pl.DataFrame:
+    def predict_collectives(self, table: Table) -> pl.DataFrame:
         """Price collectives over the fabrics that their rows name; see `CollectiveModel.predict`.
 
         Raises
@@ -185,7 +198,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"the calibration {self.name} has no collectives; measure a size sweep of each (nccl-tests, or make "
                 "calibrate)."
             )
-        return self.collectives.predict(frame)
+        return self.collectives.predict(table)
 
     def coverage(self) -> pl.DataFrame:
         """The coverage matrix: `gpu`, `cell`, `passes`, `basis`, `rows`, and the held-out error of the cell."""
@@ -208,6 +221,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         >>> load_calibration("generic").for_gpu(mine).coverage()["basis"].unique().to_list()
         ['transferred']
         """
+        if not isinstance(gpu, Gpu):
+            raise InputError(f"for_gpu takes a data sheet, Gpu(...) or find_gpu(name); it was given {gpu!r:.60}.")
         if gpu == self.gpu and self.name != GENERIC:
             return self
         covered = tuple(
@@ -216,10 +231,21 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return msgspec.structs.replace(self, name=gpu.name, gpu=gpu, covered=covered)
 
     def save(self, path: str | Path) -> Path:
-        """Write the calibration as JSON; `load_calibration` reads it."""
-        path = Path(path)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
-        return path
+        """Write the calibration as JSON, to a file that ends in .json; `load_calibration` reads it.
+
+        Raises
+        ------
+        InputError
+            The file has another ending, or cannot be written.
+        """
+        file = _file(path)
+        if file.suffix != ".json":
+            raise InputError(f"{file}: save to a file that ends in .json, which load_calibration then takes for one.")
+        try:
+            file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        except OSError as error:
+            raise InputError(f"{file}: cannot be written: {error.strerror}.") from error
+        return file
 
     def __repr__(self) -> str:
         return text_table(self.coverage(), caption=self._caption(), max_rows=60)
@@ -236,7 +262,7 @@ def pass_of(frame: pl.DataFrame) -> pl.Series:
     """The pass of every row of a kernel frame; "any" where none is said."""
     if "pass" not in frame.columns:
         return pl.Series("passes", ["any"]).new_from_index(0, frame.height)
-    return frame["pass"].cast(pl.String).fill_null("any").alias("passes")
+    return text_of(frame, "pass").alias("passes")
 
 
 def calibrations() -> dict[str, Path]:
@@ -257,7 +283,7 @@ def load_calibration(name: str | Path) -> Calibration:
     >>> load_calibration("a100").gpu.name
     'A100-SXM-80GB'
     """
-    file = Path(name)
+    file = _file(name)
     if file.suffix != ".json":
         file = _bundled(str(name))
     try:
@@ -266,7 +292,9 @@ def load_calibration(name: str | Path) -> Calibration:
         if version != VERSION:
             raise CalibrationError(f"{file}: version {version}, but this package reads {VERSION}; fit it again.")
         return msgspec.json.decode(data, type=Calibration)
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError, LumosError) as error:
+        if isinstance(error, CalibrationError) and str(error).startswith(f"{file}: "):
+            raise
         raise CalibrationError(f"{file}: not a calibration: {error}") from error
 
 
@@ -274,22 +302,65 @@ class _Header(msgspec.Struct):
     version: int
 
 
+def _file(path: object) -> Path:
+    if not isinstance(path, str | Path) or "\0" in str(path):
+        raise InputError(f"{path!r:.60} names no calibration: give the name of a GPU, or the path of a .json file.")
+    return Path(path).expanduser()
+
+
 def _bundled(name: str) -> Path:
     there = calibrations()
-    for known, file in there.items():
-        if same_name(known, name):
-            return file
     try:
         names = names_of(find_gpu(name))
     except InputError:
         names = ()
     for known, file in there.items():
-        if any(same_name(known, other) for other in names):
+        if any(same_name(known, other) for other in (name, *names)):
             return file
-    raise CalibrationError(
-        f"no calibration is called {name!r}; there are: {', '.join(there) or 'none'}. Make one: calibrate(run), or "
-        "make calibrate."
-    )
+    advice = "Make one: calibrate(run), or make calibrate."
+    if alike := [known for known in there if known.lower().startswith(name.lower() + "-")]:
+        advice = f"Is {' or '.join(alike)} meant?"
+    elif names:
+        advice = f'There is a data sheet: load_calibration("{GENERIC}").for_gpu(find_gpu({name!r})).'
+    raise CalibrationError(f"no calibration is called {name!r}; there are: {', '.join(there) or 'none'}. {advice}")
+
+
+def _impossible(calibration: Calibration) -> Iterator[str]:
+    """What of a calibration no fit gives, in words."""
+    for cell in calibration.kernels.cells:
+        prior = prior_cell(cell.family, cell.format, cell.implementation)
+        for what in ("constants", "tiles", "bends"):
+            if (has := set(getattr(cell, what))) != (due := set(getattr(prior, what))):
+                yield f"cell {cell.key!r} has other {what} than this version: {', '.join(sorted(has ^ due))}"
+        for name, value in (cell.constants | cell.tiles).items():
+            if not 1 / _FAR < value < _FAR:
+                yield f"{name} of cell {cell.key!r} is {value}"
+        for name, value in (cell.bends | cell.levels).items():
+            if not abs(value) < np.log(_FAR):
+                yield f"{name} of cell {cell.key!r} is {value}"
+    collectives = calibration.collectives
+    for link in (collectives.shared, *collectives.links.values()) if collectives else ():
+        for name, value in msgspec.structs.asdict(link).items():
+            if not 1 / _FAR < value < _FAR:
+                yield f"{name} of a fabric is {value}"
+    of_cells = ((f"cell {cell.key!r}", cell.band) for cell in calibration.kernels.cells if cell.band)
+    for name, band in (*calibration.bands.items(), *of_cells, *(collectives.bands.items() if collectives else ())):
+        ends = (band.centres, band.low, band.high)
+        if not 0 < len(band.centres) == len(band.low) == len(band.high) or list(band.centres) != sorted(band.centres):
+            yield f"the interval of {name} has {', '.join(str(len(end)) for end in ends)} numbers, or not in order"
+        elif not all(-_WIDE < low <= high < _WIDE for low, high in zip(band.low, band.high, strict=True)):
+            yield f"the interval of {name} has a lower end above the upper one, or none"
+    if missing := {"transferred", "data sheet"} - set(calibration.bands):
+        yield f"there is no interval for what is {' or '.join(sorted(missing))}"
+    for covered in calibration.covered:
+        if missing := set(REGION) - set(covered.region):
+            yield f"the region of {covered.cell} lacks {', '.join(sorted(missing))}"
+
+
+_FAR = 1e15
+"""A constant further from 1 than this is damage, not a fit."""
+_WIDE = 20.0
+"""So is an end of an interval as many times off, in log."""
 
 
 def digest(rows: pl.DataFrame) -> str:

@@ -23,8 +23,8 @@ from lumos_nb.costs.calibration import (
     pass_of,
 )
 from lumos_nb.costs.heldout import band_of, leave_groups_out, score, shape_groups
+from lumos_nb.costs.host import overheads
 from lumos_nb.costs.kernels import Cell, KernelModel, cell_keys, fit_kernels, prior_cell
-from lumos_nb.costs.overheads import overheads
 from lumos_nb.costs.samples import kernel_samples
 from lumos_nb.costs.work import with_work
 from lumos_nb.errors import CalibrationError

@@ -15,6 +15,7 @@ Prior = tuple[float, float]
 
 PRIORS: Mapping[str, Prior] = {
     "launch_cycles": (5000, 0.7),  # from one kernel's end to the next one's begin, or what a profiler counts as such
+    "gap_cycles": (15000, 0.7),  # beside it, where a sample has the host's way to the next launch in it
     "memory": (1.2, 0.3),  # inverse share of the bandwidth
     "cached": (0.5, 1.0),  # odds of what the L2 saves of a working set that it holds
     "cache": (0.7, 0.5),  # share of the L2 that holds a working set
@@ -57,14 +58,16 @@ def _constants(names: str, **others: Prior) -> dict[str, Prior]:
     return {name: PRIORS[name] for name in names.split()} | others
 
 
-_STREAM = Form(_constants("launch_cycles memory cached cache"))
+_STREAM = Form(_constants("launch_cycles gap_cycles memory cached cache"))
 _ROWS = Form(
-    _constants("launch_cycles cached cache power whole", cost=(1.0, 0.5), memory=(1.3, 0.5), begin_cycles=(500, 1.5)),
+    _constants(
+        "launch_cycles gap_cycles cached cache power whole", cost=(1.0, 0.5), memory=(1.3, 0.5), begin_cycles=(500, 1.5)
+    ),
     tiles=((1, 0),),
     bends=(64, 256, 1024, 4096, 16384),
 )
 _PRODUCT = Form(
-    _constants("launch_cycles memory cached cache power cost begin_cycles whole edge end_cycles partial"),
+    _constants("launch_cycles gap_cycles memory cached cache power cost begin_cycles whole edge end_cycles partial"),
     tiles=(
         *((256, 128), (128, 256), (128, 128), (256, 64), (64, 256)),
         *((128, 64), (64, 128), (64, 64), (32, 64), (16, 64)),
@@ -74,13 +77,15 @@ _PRODUCT = Form(
 )
 _BY_HAND = {"gpu": 0.3}  # made for one GPU, others run it at rates of their own
 _ATTENTION = Form(
-    _constants("launch_cycles memory cost begin_cycles whole score_cycles diagonal", cost=(1.4, 0.3)),
+    _constants("launch_cycles gap_cycles memory cost begin_cycles whole score_cycles diagonal", cost=(1.4, 0.3)),
     tiles=((128, 0),),
     levels=_BY_HAND,
 )
 _UNFUSED = Form(
     # every score goes to memory and back several times, also those that the mask hides
-    _constants("launch_cycles memory cost begin_cycles whole score_cycles", cost=(1.4, 0.3), score_cycles=(1.0, 1.0)),
+    _constants(
+        "launch_cycles gap_cycles memory cost begin_cycles whole score_cycles", cost=(1.4, 0.3), score_cycles=(1.0, 1.0)
+    ),
     tiles=((128, 0),),
     joint=1.0,
     levels=_BY_HAND,
@@ -92,7 +97,6 @@ FORMS: Mapping[str, Form] = {
     **dict.fromkeys(
         ("norm", "softmax", "cross_entropy", "gated_activation", "rope", "embedding_lookup", "index"), _ROWS
     ),
-    **dict.fromkeys(("reduction", "interaction"), _ROWS),
 }
 """Families whose kernels are cut otherwise than a plain stream of elements."""
 

@@ -24,7 +24,7 @@ import polars as pl
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from lumos_nb.config import Gpu, find_gpu
+from lumos_nb.config import Gpu, find_gpu, names_of, same_name
 from lumos_nb.costs._kernel_math import OWN, busy_us
 from lumos_nb.costs.forms import (
     BEND_SIGMA,
@@ -115,7 +115,7 @@ class KernelModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         161.0
         """
         work = work_of(frame)
-        of_kind = self._cell_of(work.kinds, missing_ok)
+        of_kind = self._cell_of(work.kinds, gpu, missing_ok)
         of_row = np.full(frame.height, len(self.cells), dtype=np.uint32)
         found = np.full((4, frame.height), np.nan)
         for part in work.parts:
@@ -134,10 +134,16 @@ class KernelModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         columns = (pl.Series(name, values).fill_nan(None) for name, values in zip(names, found, strict=True))
         return frame.with_columns(keys.gather(of_row), *columns)
 
-    def _cell_of(self, kinds: pl.DataFrame, missing_ok: bool) -> NDArray[np.int64]:
+    def _cell_of(self, kinds: pl.DataFrame, gpu: Gpu, missing_ok: bool) -> NDArray[np.int64]:
         """Which cell prices each kind of row; one more than the last for none."""
-        slowest_first = sorted(range(len(self.cells)), key=lambda i: -self.cells[i].slowness)
-        known = {(c.family, c.format, ""): i for i in slowest_first for c in [self.cells[i]]}
+
+        def rank(i: int) -> tuple[bool, int, float]:
+            """Where no implementation is named: one measured on this GPU, on many GPUs, a fast one; the last wins."""
+            cell = self.cells[i]
+            here = any(same_name(one, other) for one in cell.gpus for other in names_of(gpu))
+            return here, 0 if here else len(cell.gpus), -cell.slowness
+
+        known = {(self.cells[i].family, self.cells[i].format, ""): i for i in sorted(range(len(self.cells)), key=rank)}
         known |= {(c.family, c.format, c.implementation): i for i, c in enumerate(self.cells)}
         asked = kinds.select(*CELL).rows()
         of_kind = [known.get(kind, known.get((*kind[:2], ""), len(self.cells))) for kind in asked]
@@ -173,6 +179,8 @@ class _Sample:
     cols: Floats
     floor_us: Floats
     """The roofline: FLOPs of products at the peak rate, or bytes, less what an L2 may hold, at the bandwidth."""
+    gap: Floats
+    """1 where the time has the gap between launches in it."""
     kind: NDArray[np.int64]
     levels: pl.DataFrame
     """Of every kind of row, the names of its levels."""
@@ -197,12 +205,14 @@ class _Sample:
         levels = kinds.select(
             pl.format(name + "={}", pl.lit(gpu.name) if name == "gpu" else pl.col(name)).alias(name) for name in LEVELS
         )
-        return cls(work, size["work_scores"], size["work_masked"], size["cols"], floor, kind.astype(np.int64), levels)
+        gap = kinds["gap"].to_numpy()[kind]
+        sizes = (size["work_scores"], size["work_masked"], size["cols"])
+        return cls(work, *sizes, floor, gap, kind.astype(np.int64), levels)
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """Samples of several GPUs below each other."""
-        names = ("work", "scores", "masked", "cols", "floor_us")
+        names = ("work", "scores", "masked", "cols", "floor_us", "gap")
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         before = np.cumsum([0, *(part.levels.height for part in parts)])
         kind = np.concatenate([part.kind + start for part, start in zip(parts, before, strict=False)])
@@ -275,14 +285,16 @@ class _Curve:
         rising = np.maximum.accumulate(bends)  # a wider row never takes less time
         if self.form.bends:
             busy *= np.exp(np.interp(np.log(sample.cols), np.log(self.form.bends), rising))
-        time = busy + value["launch_cycles"] * work[:, 5]
+        launch, gap = value["launch_cycles"] * work[:, 5], value["gap_cycles"] * sample.gap * work[:, 5]
+        time = busy + launch + gap
         if not slope:
             return np.log(time), raw
         share = (busy / time)[:, None]
         by_cost, by_cycles = raw[:, OWN : OWN + count], raw[:, OWN + count :]
         ending = end / (value["begin_cycles"] + end)
         of = {
-            "launch_cycles": 1.0 / share[:, 0] - 1.0,
+            "launch_cycles": launch / busy,
+            "gap_cycles": gap / busy,
             "whole": raw[:, 0] * whole * (1.0 - whole),
             "partial": raw[:, 1],
             "memory": raw[:, 2],

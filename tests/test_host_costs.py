@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 import lumos_nb as ln
-from lumos_nb.costs.overheads import (
+from lumos_nb.costs.host import (
     OVERHEADS,
     Overheads,
     Pool,
