@@ -14,10 +14,13 @@ import polars as pl
 from benchmarks.collective_accuracy import collective_rows
 from benchmarks.cpu_accuracy import cpu_rows
 from benchmarks.kernel_accuracy import kernel_rows
+from benchmarks.memory_accuracy import memory_rows
 from benchmarks.overhead_accuracy import overhead_rows
 from benchmarks.pipelines import pipeline_rows
 from benchmarks.rows import ACCURACY, Row, record
+from benchmarks.schedule_prediction import schedule_rows
 from benchmarks.scores import coverage_rows, mechanistic_rows, noise, percent
+from benchmarks.trace_accuracy import trace_kernel_rows
 from lumos_nb import datasets
 from lumos_nb.critical_path import replay
 from lumos_nb.evaluate import delayed_steps, mechanistic, score_waits, what_ifs
@@ -161,7 +164,7 @@ def main() -> None:
     if TRACES.is_dir():
         rows += trace_rows()
         rows += pipeline_rows(TRACES)
-        rows += overhead_rows()
+        rows += [*overhead_rows(), *trace_kernel_rows(), *schedule_rows(TRACES), *memory_rows()]
     else:
         print(f"no {TRACES}: rows of other people's recordings stay as they are", file=sys.stderr)
     record(ACCURACY, rows)

@@ -95,7 +95,7 @@ def fit_gpu(
     )
 
 
-def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | None = None) -> Calibration:
+def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | str | None = None) -> Calibration:
     """Adapt a calibration to what a run of one's own measured.
 
     The run's kernels become samples, the cells of the shipped calibration are where their fit begins, so that a few
@@ -108,7 +108,7 @@ def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | None = No
     base
         What to begin at; by default the bundled calibration of the run's GPU, else the generic one.
     gpu
-        The data sheet; by default the bundled one of the GPU that the trace names.
+        The data sheet, or the name of a bundled one; by default that of the GPU that the trace names.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | None = No
         )
     if base is None:
         base = load_calibration(names[0] if names[0] in calibrations() else GENERIC)
-    sheet = gpu or (base.gpu if base.name != GENERIC else None)
+    sheet = (find_gpu(gpu) if isinstance(gpu, str) else gpu) or (base.gpu if base.name != GENERIC else None)
     if sheet is None and names[0] is None:
         raise CalibrationError("the trace does not name its device; say which it is: gpu=find_gpu(name).")
     sheet = sheet or find_gpu(names[0])

@@ -202,9 +202,8 @@ class _Sample:
             work[:, column] = size[name]
         work[:, 4], work[:, 8] = unit[kind], size["bytes"]
         work[:, [5, 6, 7, 9]] = 1e6 / gpu.clock_hz, gpu.cores, byte_us, gpu.l2_bytes
-        levels = kinds.select(
-            pl.format(name + "={}", pl.lit(gpu.name) if name == "gpu" else pl.col(name)).alias(name) for name in LEVELS
-        )
+        said = {name: pl.lit(gpu.name) if name == "gpu" else pl.when(pl.col(name) != "").then(name) for name in LEVELS}
+        levels = kinds.select(pl.format(name + "={}", value).alias(name) for name, value in said.items())
         gap = kinds["gap"].to_numpy()[kind]
         sizes = (size["work_scores"], size["work_masked"], size["cols"])
         return cls(work, *sizes, floor, gap, kind.astype(np.int64), levels)
@@ -238,8 +237,11 @@ class _Curve:
 
     def vector(self, cell: Cell) -> Floats:
         """A cell's numbers in this layout; a level that it has not is none."""
-        logs = np.log([*cell.constants.values(), *cell.tiles.values()])
-        return np.array([*logs, *cell.bends.values(), *(cell.levels.get(name, 0.0) for name in self.levels)])
+        form = self.form
+        tiles, bends = (f"{height}x{width or 'n'}" for height, width in form.tiles), map(str, form.bends)
+        logs = np.log([*(cell.constants[name] for name in form.constants), *(cell.tiles[name] for name in tiles)])
+        levels = (cell.levels.get(name, 0.0) for name in self.levels)
+        return np.array([*logs, *(cell.bends[name] for name in bends), *levels])
 
     def named(self, theta: Floats) -> dict[str, Any]:
         """The numbers by name, as a cell holds them."""
