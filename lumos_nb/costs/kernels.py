@@ -395,7 +395,7 @@ def prior_cell(family: str, number_format: str, implementation: str = "") -> Cel
 def _fitted(start: Cell, sample: _Sample, target: Floats) -> Cell:
     """A cell's constants of greatest posterior probability: least squares of log residuals and of log departures."""
     used = sample.levels[np.unique(sample.kind)]
-    several = {name for column in used for name in column.drop_nulls().unique() if column.n_unique() > 1}
+    several = {name for column in used for name in column.drop_nulls().unique() if column.drop_nulls().n_unique() > 1}
     curve = _Curve(form_of(start.family, start.implementation), sorted(several | set(start.levels)))
     codes, begin = curve.codes(sample), curve.vector(start)
 
