@@ -26,7 +26,7 @@ from lumos_nb.costs.host import Overheads
 from lumos_nb.costs.intervals import Band
 from lumos_nb.costs.kernels import KernelModel, difficulty, prior_cell
 from lumos_nb.costs.tables import Table, as_frame, words
-from lumos_nb.costs.work import text_of, with_work
+from lumos_nb.costs.work import joined, text_of, work_of
 from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import CalibrationError, InputError, LumosError
 
@@ -133,8 +133,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """
         frame = as_frame(table, "kernel")
         self._check_gpu(frame)
-        work = with_work(frame)
-        priced = self._completed(work).predict(frame, self.gpu)
+        work = work_of(frame)
+        priced = self._completed(work.kinds).predict(frame, self.gpu, work=work)
         known = {(c.cell, "any"): i for i, c in reversed([*enumerate(self.covered)])}  # no pass said: one that it has
         known |= {(c.cell, c.passes): i for i, c in enumerate(self.covered)}
         kinds = priced.select("cell", passes=pass_of(frame))
@@ -142,12 +142,12 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         none = len(self.covered)
         pairs = pairs.with_columns(number=pl.Series([known.get(pair, none) for pair in pairs.rows()], dtype=pl.Int64))
         number = kinds.join(pairs, on=["cell", "passes"], how="left", maintain_order="left")["number"].to_numpy()
-        return self._stated(priced, work, number)
+        return self._stated(priced, joined(frame, work), number)
 
-    def _completed(self, work: pl.DataFrame) -> KernelModel:
+    def _completed(self, kinds: pl.DataFrame) -> KernelModel:
         """The cells, and one at its priors for every family and format of some rows that has none."""
         there = {(cell.family, cell.format) for cell in self.kernels.cells}
-        asked = work.select("family", "format").unique().sort("family", "format").rows()
+        asked = kinds.select("family", "format").unique().sort("family", "format").rows()
         return KernelModel(cells=(*self.kernels.cells, *(prior_cell(*kind) for kind in asked if kind not in there)))
 
     def _stated(self, priced: pl.DataFrame, work: pl.DataFrame, number: NDArray[np.int64]) -> pl.DataFrame:

@@ -38,7 +38,7 @@ from lumos_nb.costs.forms import (
     sustained_flops,
 )
 from lumos_nb.costs.intervals import Band
-from lumos_nb.costs.work import Part, with_work, work_of
+from lumos_nb.costs.work import Part, Work, with_work, work_of
 from lumos_nb.errors import CalibrationError, InputError, SchemaError
 
 Floats = NDArray[np.float64]
@@ -81,7 +81,9 @@ class KernelModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     cells: tuple[Cell, ...]
 
-    def predict(self, frame: pl.DataFrame, gpu: Gpu, *, missing_ok: bool = False) -> pl.DataFrame:
+    def predict(
+        self, frame: pl.DataFrame, gpu: Gpu, *, missing_ok: bool = False, work: Work | None = None
+    ) -> pl.DataFrame:
         """Price every row on one GPU.
 
         Parameters
@@ -93,6 +95,8 @@ class KernelModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             The data sheet to price on, that of a fitted GPU or another one.
         missing_ok
             Leave the rows of which no cell knows the family and format without a price (null), instead of an error.
+        work
+            `work_of(frame)`, if it is there already.
 
         Returns
         -------
@@ -114,7 +118,7 @@ class KernelModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         >>> model.predict(copied, find_gpu("A100"))["dur_us"].round().item()
         161.0
         """
-        work = work_of(frame)
+        work = work or work_of(frame)
         of_kind = self._cell_of(work.kinds, gpu, missing_ok)
         of_row = np.full(frame.height, len(self.cells), dtype=np.uint32)
         found = np.full((4, frame.height), np.nan)

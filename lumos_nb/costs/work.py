@@ -202,7 +202,11 @@ def with_work(table: Table) -> pl.DataFrame:
     ('gemm', 65536.0, 7168.0)
     """
     frame = as_frame(table, "kernel")
-    work = work_of(frame)
+    return joined(frame, work_of(frame))
+
+
+def joined(frame: pl.DataFrame, work: Work) -> pl.DataFrame:
+    """A kernel frame with its work in columns; the second half of `with_work`."""
     kind = np.zeros(frame.height, dtype=np.uint32)
     found = np.zeros((len(RESULTS), frame.height))
     for part in work.parts:
