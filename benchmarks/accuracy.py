@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import polars as pl
 
+from benchmarks import TRACES
 from benchmarks.collective_accuracy import collective_rows
 from benchmarks.cpu_accuracy import cpu_rows
 from benchmarks.kernel_accuracy import kernel_rows
@@ -28,8 +28,6 @@ from lumos_nb.graph import Recording, build_graph
 from lumos_nb.resampling import jitter
 from lumos_nb.schema import DEVICE_KINDS
 from lumos_nb.traces.run import Run, load_run
-
-TRACES = Path(__file__).parents[1] / ".." / "shared" / "traces"
 
 OVERLAPPING = {
     # recording: its folder or file, target of the mean error in percent

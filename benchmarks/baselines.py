@@ -19,7 +19,7 @@ Predictor = Callable[[pl.DataFrame], Floats]
 
 SHAPE = ("batch", "groups", "m", "n", "k", "rows", "cols", "seq_q", "heads", "kv_heads", "head_dim")
 TILES = ((256, 128), (128, 256), (128, 128), (64, 64))
-FLAGS = ("op", "pass", "trans", "causal")
+FLAGS = ("op", "pass", "trans", "causal", "implementation")
 NEIGHBOURS_OF, NETWORK_OF = 20_000, 6_000
 """Rows that the neighbour is searched among, and that the network is trained on: no more, drawn with a fixed seed."""
 

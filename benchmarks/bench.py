@@ -14,14 +14,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import bench_graph, bench_load, bench_replay
+from benchmarks import TRACES, bench_graph, bench_load, bench_replay
 from benchmarks.rows import RESULTS, Row, record
 from lumos_nb import datasets
 from lumos_nb.critical_path import replay
 from lumos_nb.graph import Recording, build_graph
 from lumos_nb.traces.run import load_run
 
-TRACES = Path(__file__).parents[1] / ".." / "shared" / "traces"
 LARGEST = "hta/df_index_resolver"
 REPEATS = 3
 

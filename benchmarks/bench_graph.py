@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks import TRACES
 from benchmarks.make_large_trace import write_large_trace
 from benchmarks.rows import RESULTS, Row, record
 from lumos_nb.graph import Recording, build_graph
 from lumos_nb.traces.run import load_run
 
-TRACES = Path(__file__).parents[1] / ".." / "shared" / "traces"
 LARGE = ("hta/df_index_resolver", "hta/mtia_trace_single_rank", "torchrec/sst_long_a2a_optimizer_4")
 REPEATS = 5
 TARGET = ">= 500000"

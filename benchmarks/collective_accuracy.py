@@ -13,18 +13,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 
+from benchmarks import MEASURED
 from benchmarks.baselines_collectives import BASELINES, bus, related
 from benchmarks.kernel_accuracy import errors
 from benchmarks.rows import Row
 from lumos_nb.costs.collectives import SWEEP, bands_of, fit_collectives, priceable, with_interval
 
-MEASURED = Path(__file__).parents[1] / ".." / "shared" / "measured" / "collectives.csv"
 OURS, BAR = "lumos_nb", "line"
 LARGE, FOLDS = 2**20, 8
 TARGETS = {"GPU count": "<= 10.0", "collective": "<= 10.0"}
@@ -98,7 +97,7 @@ def samples() -> pl.DataFrame:
     The latter is how far log(time) lies from the line between its neighbours in log(size), over what that would be for
     independent noise of one: curvature and a library's steps are in it, so it is an upper bound.
     """
-    published = pl.read_csv(MEASURED, infer_schema_length=None)
+    published = pl.read_csv(MEASURED / "collectives.csv", infer_schema_length=None)
     published = published.filter(priceable(published) & ~pl.any_horizontal(LEFT_OUT.values())).sort(
         *SWEEP, "size_bytes"
     )
@@ -209,7 +208,7 @@ def _mean(values: pl.Series) -> float:
 
 def disagreements(tolerance: float = 0.01) -> pl.DataFrame:
     """Published rows whose printed bus bandwidth is not size / time x factor, beyond the digits it is printed with."""
-    published = pl.read_csv(MEASURED, infer_schema_length=None)
+    published = pl.read_csv(MEASURED / "collectives.csv", infer_schema_length=None)
     rate = pl.Series(bus(published)) / published["time_us"] / 1e3
     off = (published["published_busbw"] - rate).abs()
     return published.with_columns(recomputed_busbw=rate).filter((off > 0.005 + 1e-6) & (off / rate > tolerance))

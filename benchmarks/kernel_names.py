@@ -16,10 +16,9 @@ from pathlib import Path
 import polars as pl
 
 import lumos_nb as ln
+from benchmarks import TRACES
 from lumos_nb.costs.names import FALLBACK, UNKNOWN, kernel_families
 from lumos_nb.costs.samples import kernel_samples, undecoded
-
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
 
 TRAINING = {
     "hta/amd_trace/mi250_minitoy_train_ROCm6_2_kineto.json.gz": "MI250, toy",

@@ -10,16 +10,15 @@ errors of all three are given, and of the nearest one. Logits, GiB and buckets w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import polars as pl
 
+from benchmarks import MEASURED
 from benchmarks.rows import Row
 from lumos_nb.layout import Parallelism, Training, Transformer
 from lumos_nb.workloads.llm.memory import peak_bytes
 
-MEASURED = Path(__file__).parents[1] / ".." / "shared" / "measured"
 GIB = 2**30
 DEVICE_GIB = 81559 / 1024
 """What the driver of an H100-SXM-80GB reports; its sheet's 80 GB are fewer than rows that ran."""

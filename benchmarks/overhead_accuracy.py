@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import polars as pl
 
+from benchmarks import TRACES
 from benchmarks.rows import Row
 from benchmarks.scores import noise, percent
 from lumos_nb.costs.host import Overheads, host_parts, launch_latencies, pooled, with_families
 from lumos_nb.evaluate import chosen_steps, leave_one_out
 from lumos_nb.graph import Recording
 from lumos_nb.traces.run import load_run
-
-TRACES = Path(__file__).parents[1] / ".." / "shared" / "traces"
 
 RECORDINGS = {
     # GPU: its recordings, one a workload

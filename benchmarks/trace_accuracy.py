@@ -14,6 +14,7 @@ from pathlib import Path
 
 import polars as pl
 
+from benchmarks import TRACES
 from benchmarks.cpu_accuracy import FLOOR, OP, errors, priced
 from benchmarks.rows import Row
 from lumos_nb.config import find_gpu
@@ -23,7 +24,6 @@ from lumos_nb.costs.heldout import shape_groups
 from lumos_nb.costs.samples import kernel_samples
 from lumos_nb.traces.run import load_run
 
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
 RUNS = {
     "H100, OWLv2 forward": "tracelens/h100/google_owlv2-large-patch14-ensemble__1016001.json.gz",
     "H100, Qwen forward": "tracelens/h100/Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz",

@@ -221,7 +221,7 @@ class EventStream(Generic[T]):
             try:
                 return self.decode(b"[" + text + b"]"), self._after(buffer, cut)
             except UNDECODABLE:
-                pass
+                return self._take_singly(buffer)
         return self._take_singly(buffer)
 
     def _take_singly(self, buffer: bytes) -> tuple[list[T], bytes]:
@@ -405,7 +405,9 @@ class EventTable:
         try:
             return _decode_args(b"[" + b",".join(texts) + b"]")
         except UNDECODABLE:
-            pass
+            return self._decode_args_singly(texts)
+
+    def _decode_args_singly(self, texts: list[bytes]) -> list[Args]:
         args, odd = [], 0
         for text in texts:
             try:

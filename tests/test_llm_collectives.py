@@ -128,7 +128,7 @@ def issued(
     return dry_run(lambda step: step(), layout.world, rank, setup=setup, fake=False).collectives
 
 
-def compared(
+def assert_same_collectives(
     model: Transformer,
     layout: Parallelism,
     train: Training = TRAIN,
@@ -181,11 +181,12 @@ def ring(ranks: list[int], rank: int, peer: int) -> int:
 )
 def test_tensor_parallel_layers_exchange_what_torch_does(model: str, sequence_parallel: bool, recompute: str) -> None:
     layout = Parallelism(tp=8, sequence_parallel=sequence_parallel)
-    compared(MODELS[model], layout, msgspec.structs.replace(TRAIN, recompute=recompute), rank=3)
+    assert_same_collectives(MODELS[model], layout, msgspec.structs.replace(TRAIN, recompute=recompute), rank=3)
 
 
 def test_a_sequence_that_is_kept_whole_is_gathered_once() -> None:
-    compared(GPT, Parallelism(tp=8, sequence_parallel=True), msgspec.structs.replace(TRAIN, regather=False))
+    kept = msgspec.structs.replace(TRAIN, regather=False)
+    assert_same_collectives(GPT, Parallelism(tp=8, sequence_parallel=True), kept)
 
 
 def fully_sharded(module: nn.Module, split: megatron.Split) -> nn.Module:
@@ -221,7 +222,7 @@ FSDP = {
 @pytest.mark.parametrize(("model", "layout"), FSDP.values(), ids=FSDP)
 def test_fully_sharded_layers_are_gathered_and_scattered_as_torch_does(model: Transformer, layout: Parallelism) -> None:
     train, deeper = msgspec.structs.replace(TRAIN, dtype="bf16"), msgspec.structs.replace(model, layers=3)
-    compared(deeper, layout, train, rank=layout.world - 1, wrap=fully_sharded)
+    assert_same_collectives(deeper, layout, train, rank=layout.world - 1, wrap=fully_sharded)
 
 
 @pytest.mark.parametrize(
@@ -240,16 +241,16 @@ def test_replicated_gradients_are_added_up_in_the_buckets_of_ddp(
         return DistributedDataParallel(module, process_group=split.groups["dp_cp"], bucket_cap_mb=bucket_bytes / 2**20)
 
     train = msgspec.structs.replace(TRAIN, bucket_bytes=bucket_bytes)
-    compared(MODELS[model], layout, train, rank=3, wrap=ddp, warmup=2)
+    assert_same_collectives(MODELS[model], layout, train, rank=3, wrap=ddp, warmup=2)
 
 
 @pytest.mark.parametrize("rank", [3, 11, 19], ids=["first stage", "second stage", "last stage"])
 def test_stages_pass_on_what_torch_does(rank: int) -> None:
-    compared(msgspec.structs.replace(GPT, layers=3), Parallelism(pp=3, tp=4, dp=2), rank=rank)
+    assert_same_collectives(msgspec.structs.replace(GPT, layers=3), Parallelism(pp=3, tp=4, dp=2), rank=rank)
 
 
 def test_with_sequence_parallelism_stages_pass_on_a_part_of_the_sequence() -> None:
-    compared(LLAMA, Parallelism(pp=2, tp=4, dp=2, sequence_parallel=True), rank=11)
+    assert_same_collectives(LLAMA, Parallelism(pp=2, tp=4, dp=2, sequence_parallel=True), rank=11)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_with_sequence_parallelism_stages_pass_on_a_part_of_the_sequence() -> No
 )
 def test_context_parallel_attention_exchanges_what_torch_does(model: str, mode: str, recompute: str) -> None:
     layout = Parallelism(cp=4, tp=2, sequence_parallel=True, cp_mode=mode)
-    compared(MODELS[model], layout, msgspec.structs.replace(TRAIN, recompute=recompute), rank=5)
+    assert_same_collectives(MODELS[model], layout, msgspec.structs.replace(TRAIN, recompute=recompute), rank=5)
 
 
 EXPERTS = {
@@ -278,16 +279,16 @@ EXPERTS = {
 
 @pytest.mark.parametrize(("model", "layout"), EXPERTS.values(), ids=EXPERTS)
 def test_experts_get_and_give_back_tokens_as_in_torch(model: Transformer, layout: Parallelism) -> None:
-    compared(model, layout, rank=layout.world - 1)
+    assert_same_collectives(model, layout, rank=layout.world - 1)
 
 
 def test_experts_with_a_capacity_need_no_counts() -> None:
-    compared(MIXTRAL, Parallelism(dp=8, ep=8), msgspec.structs.replace(TRAIN, capacity=1.0))
+    assert_same_collectives(MIXTRAL, Parallelism(dp=8, ep=8), msgspec.structs.replace(TRAIN, capacity=1.0))
 
 
 def test_experts_that_are_recomputed_are_gathered_once_for_both() -> None:
     train = msgspec.structs.replace(TRAIN, dtype="bf16", recompute="full")
-    compared(MIXTRAL, Parallelism(dp=8, ep=4, zero=3), train, wrap=fully_sharded)
+    assert_same_collectives(MIXTRAL, Parallelism(dp=8, ep=4, zero=3), train, wrap=fully_sharded)
 
 
 REPLICAS = {
@@ -307,4 +308,4 @@ def test_buckets_and_what_ends_a_step_are_those_of_torch(model: Transformer, lay
         made.append(megatron.Replicas(module, split, train.bucket_bytes, layout.zero > 0))
         return module
 
-    compared(model, layout, train, rank=layout.world - 1, wrap=replicas, finish=lambda: made[0].finish())
+    assert_same_collectives(model, layout, train, rank=layout.world - 1, wrap=replicas, finish=lambda: made[0].finish())
