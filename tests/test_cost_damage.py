@@ -91,10 +91,22 @@ def test_what_is_no_name_of_a_calibration_is_refused(name: Any) -> None:
         load_calibration(name)
 
 
-def test_a_name_without_a_calibration_says_what_there_is_instead() -> None:
-    with pytest.raises(CalibrationError, match=r'load_calibration\("generic"\).for_gpu\(find_gpu\(.L40S.\)\)'):
-        load_calibration("L40S")
-    with pytest.raises(CalibrationError, match="Is V100-PCIe-32GB meant"):
+@pytest.mark.parametrize("name", ["L40S", "v100", "NVIDIA L40S"])
+def test_a_gpu_without_samples_has_the_generic_calibration_by_its_sheet(name: str) -> None:
+    made = load_calibration(name)
+    assert made == load_calibration("generic").for_gpu(find_gpu(name))
+    assert made.coverage()["basis"].unique().to_list() == ["transferred"]
+
+
+@pytest.mark.parametrize("name", ["H100", "a100", "P100", "Tesla T4", "MI100"])
+def test_every_name_of_a_sheet_finds_the_calibration_of_its_samples(name: str) -> None:
+    made = load_calibration(name)
+    assert made.gpu == find_gpu(name)
+    assert "measured" in made.coverage()["basis"]
+
+
+def test_a_name_that_is_of_nothing_lists_calibrations_and_sheets_and_says_how_to_price_all_the_same() -> None:
+    with pytest.raises(CalibrationError, match=r"there are: .*V100-PCIe-32GB.*no data sheet .*L40S.*for_gpu"):
         load_calibration("V100-PCIe")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lumos_nb.costs.calibration import Calibration, load_calibration
 from lumos_nb.costs.work import with_work
-from lumos_nb.errors import InputError, SchemaError
+from lumos_nb.errors import InputError, SchemaError, SheetError
 
 GEMM = {"op": "gemm", "dtype": "bf16", "pass": "fwd", "m": 4096, "n": 4096, "k": 4096, "trans": "NT"}
 ATTENTION = {"op": "attention", "dtype": "bf16", "batch": 2, "heads": 16, "seq_q": 1024, "head_dim": 128}
@@ -106,6 +106,12 @@ def test_a_size_that_cannot_be_is_refused_by_row_and_value(h100: Calibration, na
     rows = pl.DataFrame([GEMM, GEMM]).with_columns(pl.Series(name, [1.0, value], strict=False))
     with pytest.raises(InputError, match=rf"row 1 \(op 'gemm'\): {name} is .*needs it as a number above 0 and below 2"):
         h100.predict_kernels(rows)
+
+
+def test_a_format_that_the_gpu_does_not_compute_is_refused_by_row() -> None:
+    rows = pl.DataFrame([{**ATTENTION, "dtype": "fp16"}, {**GEMM, "dtype": "fp16"}, {**GEMM, "dtype": "fp8"}])
+    with pytest.raises(SheetError, match=r"row 2 \(op 'gemm'\): V100-PCIe-32GB has no rate for fp8; its sheet has"):
+        load_calibration("V100-PCIe-32GB").predict_kernels(rows)
 
 
 @pytest.mark.parametrize("value", [None, float("nan")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import polars as pl
@@ -13,7 +14,7 @@ from lumos_nb.config import find_gpu
 from lumos_nb.costs.calibration import Calibration, load_calibration
 from lumos_nb.costs.fitting import calibrate, fit_gpu
 from lumos_nb.costs.samples import kernel_samples
-from lumos_nb.errors import CalibrationError
+from lumos_nb.errors import CalibrationError, InputError
 from lumos_nb.traces.run import load_run
 
 BASE = load_calibration("A100-SXM-80GB")
@@ -109,6 +110,21 @@ def test_of_a_trace_that_names_no_device_one_must_say_what_it_is(traces: Path) -
         calibrate(run)
     made = calibrate(run, gpu=find_gpu("A100-SXM-40GB"))
     assert made.sources[0].gpu == made.name == "A100-SXM-40GB"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"base": "H100"}, "base=load_calibration.*given 'H100'.*gpu=name"),
+        ({"base": BASE.gpu}, r"base=load_calibration.*given Gpu\(name='A100-SXM-80GB'"),
+        ({"gpu": 100}, "gpu is a data sheet.*given 100"),
+        ({"gpu": BASE}, "gpu is a data sheet"),
+    ],
+    ids=["a name as base", "a sheet as base", "a number as GPU", "a calibration as GPU"],
+)
+def test_an_argument_of_another_kind_is_refused_and_told_where_it_belongs(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        calibrate(load_run(datasets.path("gpt-single")), **given)
 
 
 def test_a_run_without_sizes_is_refused(traces: Path) -> None:

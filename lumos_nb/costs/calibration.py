@@ -271,12 +271,14 @@ def calibrations() -> dict[str, Path]:
 
 
 def load_calibration(name: str | Path) -> Calibration:
-    """A bundled calibration by the name of its GPU (or an alias), or one from a file.
+    """The calibration of a GPU by the name of its data sheet (or an alias), or one from a file.
+
+    A GPU of which no samples are bundled has the generic calibration by its sheet: everything is *transferred*.
 
     Raises
     ------
     CalibrationError
-        There is none, or the file is of another version or damaged; the message names the file and what is wrong.
+        No data sheet has the name, or the file is of another version or damaged; the message names what is wrong.
 
     Examples
     --------
@@ -284,8 +286,10 @@ def load_calibration(name: str | Path) -> Calibration:
     'A100-SXM-80GB'
     """
     file = _file(name)
-    if file.suffix != ".json":
-        file = _bundled(str(name))
+    return _read(file) if file.suffix == ".json" else _bundled(str(name))
+
+
+def _read(file: Path) -> Calibration:
     try:
         data = file.read_bytes()
         version = msgspec.json.decode(data, type=_Header).version
@@ -308,21 +312,19 @@ def _file(path: object) -> Path:
     return Path(path).expanduser()
 
 
-def _bundled(name: str) -> Path:
+def _bundled(name: str) -> Calibration:
     there = calibrations()
-    try:
-        names = names_of(find_gpu(name))
-    except InputError:
-        names = ()
     for known, file in there.items():
-        if any(same_name(known, other) for other in (name, *names)):
-            return file
-    advice = "Make one: calibrate(run), or make calibrate."
-    if alike := [known for known in there if known.lower().startswith(name.lower() + "-")]:
-        advice = f"Is {' or '.join(alike)} meant?"
-    elif names:
-        advice = f'There is a data sheet: load_calibration("{GENERIC}").for_gpu(find_gpu({name!r})).'
-    raise CalibrationError(f"no calibration is called {name!r}; there are: {', '.join(there) or 'none'}. {advice}")
+        if same_name(known, name):
+            return _read(file)
+    try:
+        sheet = find_gpu(name)
+    except InputError as error:
+        raise CalibrationError(
+            f"no calibration is called {name!r}; there are: {', '.join(there)}. {error} Then "
+            f'load_calibration("{GENERIC}").for_gpu(sheet) prices by it; calibrate(run) and make calibrate measure.'
+        ) from error
+    return _read(there[sheet.name]) if sheet.name in there else _read(there[GENERIC]).for_gpu(sheet)
 
 
 def _impossible(calibration: Calibration) -> Iterator[str]:

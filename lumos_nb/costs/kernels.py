@@ -39,7 +39,7 @@ from lumos_nb.costs.forms import (
 )
 from lumos_nb.costs.intervals import Band
 from lumos_nb.costs.work import Part, Work, with_work, work_of
-from lumos_nb.errors import CalibrationError, InputError, SchemaError
+from lumos_nb.errors import CalibrationError, InputError, SchemaError, SheetError
 
 Floats = NDArray[np.float64]
 
@@ -198,8 +198,12 @@ class _Sample:
         unit, flop_us = np.full(kinds.height, gpu.cores * byte_us), np.zeros(kinds.height)
         if part.family in COMPUTED:
             for i in np.unique(kind):
-                dtype = kinds["dtype"][int(i)]
-                unit[i], flop_us[i] = 2e6 * gpu.cores / sustained_flops(gpu, dtype), 1e6 / gpu.peak(dtype)
+                op, dtype = kinds["op", "dtype"].row(int(i))
+                try:
+                    unit[i], flop_us[i] = 2e6 * gpu.cores / sustained_flops(gpu, dtype), 1e6 / gpu.peak(dtype)
+                except SheetError as error:
+                    row = part.rows[chosen][np.argmax(kind == i)]
+                    raise SheetError(f"kernel frame, row {row} (op {op!r}): {error}") from error
         floor = np.maximum(np.maximum(size["bytes"] - gpu.l2_bytes, 0.0) * byte_us, size["flops"] * flop_us[kind])
         work = np.empty((count, 10))
         for column, name in enumerate(("work_batch", "work_m", "work_n", "work_k")):
