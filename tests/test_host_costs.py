@@ -19,10 +19,11 @@ from lumos_nb.costs.host import (
     overheads,
     pooled,
 )
-from lumos_nb.errors import CalibrationError, InputError, SchemaError
+from lumos_nb.errors import CalibrationError, GraphError, InputError, SchemaError
 from lumos_nb.evaluate import PooledCosts, with_pooled_costs
 from lumos_nb.graph import build_graph
 from lumos_nb.ops import build_ops
+from lumos_nb.traces.run import Run
 from tests.trace_builder import Body, Trace, graph_of, recording_of, repeated, run_of
 
 
@@ -298,6 +299,31 @@ def test_a_recording_without_host_work_is_an_error():
         overheads(build_ops(run_of(trace).events))
     with pytest.raises(CalibrationError, match=r"0 source\(s\) without host work"):
         overheads([])
+
+
+def crossed(*steps: int) -> Run:
+    """Two ranks that run the collectives of two groups in turn, in these steps in contrary order."""
+
+    def body(trace: Trace, step: int, s: float) -> None:
+        for n, group in enumerate("ba" if trace.rank and step in steps else "ab"):
+            args = {"Collective name": "allreduce", "Process Group Name": group, "Group size": 2, "Seq": step}
+            trace.op("aten::add_", s + 12 * n, s + 12 * n + 7)
+            trace.launch(f"nccl{group}", (s + 12 * n, s + 12 * n + 4), (s + 20 * n + 20, s + 20 * n + 40), args=args)
+
+    return run_of(*(repeated(body, steps=5, rank=number) for number in (0, 1)))
+
+
+def test_a_step_that_contradicts_itself_is_left_out_and_counted():
+    with pytest.raises(GraphError, match="step 3 make a cycle"):
+        build_graph(crossed(3), 3)
+    found, whole = overheads(crossed(3)), overheads(crossed())
+    assert (found.left_out, whole.left_out) == (1, 0)
+    counts = [one.table.select("overhead", "name", "count") for one in (found, whole)]
+    assert counts[0].with_columns(pl.col("count") * 3).equals(counts[1].with_columns(pl.col("count") * 2))
+    assert "1 step(s) left out" in repr(found)
+    assert "left out" not in repr(whole)
+    with pytest.raises(GraphError, match="step 2 make a cycle"):
+        overheads(crossed(2, 3, 4))
 
 
 def test_other_sources_are_errors():

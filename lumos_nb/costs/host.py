@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
 
 import msgspec
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.calls import CALL_PATTERNS, COMM_TYPES, ENGINE_OPERATORS, classify
 from lumos_nb.display import html_table, text_table
-from lumos_nb.errors import CalibrationError, InputError
+from lumos_nb.errors import CalibrationError, GraphError, InputError
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.schema import DEVICE_KINDS, OPS, TableSchema
 from lumos_nb.traces.run import Run
@@ -139,9 +140,12 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ----------
     rows
         One a name, family or whole of each overhead.
+    left_out
+        Steps that nothing was taken from, as their times contradict their order.
     """
 
     rows: tuple[Overhead, ...]
+    left_out: int = 0
 
     def __post_init__(self) -> None:
         """Refuse rows that no lookup could tell apart or would ask for."""
@@ -160,10 +164,14 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return whole.drop("name", "pooled_from")
 
     def __repr__(self) -> str:
-        return text_table(self._summary(), caption=f"Overheads: {len(self.rows):,} rows (see .table)")
+        return text_table(self._summary(), caption=self._caption())
 
     def _repr_html_(self) -> str:
-        return html_table(self._summary(), caption=f"Overheads: {len(self.rows):,} rows (see .table)")
+        return html_table(self._summary(), caption=self._caption())
+
+    def _caption(self) -> str:
+        lost = f"; {self.left_out} step(s) left out, which contradict themselves" if self.left_out else ""
+        return f"Overheads: {len(self.rows):,} rows (see .table){lost}"
 
     def find(self, asked: pl.DataFrame, statistic: str | None = None) -> pl.DataFrame:
         """`asked` (columns `overhead`, `name`) with `cost_us` and `pooled_from`: its name, its family, or all.
@@ -231,10 +239,13 @@ def overheads(source: Source | Iterable[Source]) -> Overheads:
     source
         A run or recording (all its steps but the first and last profiled ones, if it has others), a graph, a table of
         a graph's ops, or several of these. Tables of `build_ops` have waiting in their blocking calls, so these are
-        left out, and waits between streams are not known in them: prefer the run.
+        left out, and waits between streams are not known in them: prefer the run. Steps of a run that contradict
+        themselves are left out and counted.
 
     Raises
     ------
+    GraphError
+        All steps contradict themselves.
     CalibrationError
         There is no host work in any of them.
 
@@ -246,13 +257,20 @@ def overheads(source: Source | Iterable[Source]) -> Overheads:
     """
     one_only = isinstance(source, pl.DataFrame) or not isinstance(source, Iterable)
     sources: list[Source] = [source] if one_only else list(source)  # type: ignore[list-item, arg-type]
-    samples = [part for one in sources for ops in _op_tables(one) for part in (host_parts(ops), launch_latencies(ops))]
+    samples, lost = [], []
+    for ops in chain.from_iterable(map(_op_tables, sources)):
+        if isinstance(ops, GraphError):
+            lost.append(ops)
+        else:
+            samples += [host_parts(ops), launch_latencies(ops)]
+    if lost and not samples:
+        raise lost[0]
     together = pl.concat(samples) if samples else pl.DataFrame()
     if together.is_empty():
         raise CalibrationError(
             f"{len(sources)} source(s) without host work: record the host as well (ProfilerActivity.CPU)."
         )
-    return pooled(together)
+    return msgspec.structs.replace(pooled(together), left_out=len(lost))
 
 
 def pooled(samples: pl.DataFrame) -> Overheads:
@@ -282,7 +300,8 @@ def pooled(samples: pl.DataFrame) -> Overheads:
     return Overheads(tuple(Overhead(**row) for row in ordered.iter_rows(named=True)))
 
 
-def _op_tables(source: Source) -> Iterator[pl.DataFrame]:
+def _op_tables(source: Source) -> Iterator[pl.DataFrame | GraphError]:
+    """The op tables of a source, or why a step has none."""
     if isinstance(source, pl.DataFrame):
         yield OPS.check(source)
     elif isinstance(source, Graph):
@@ -292,7 +311,11 @@ def _op_tables(source: Source) -> Iterator[pl.DataFrame]:
         times = recording.step_times()
         inner = times.filter(~pl.col("edge"))
         for step in (inner if inner.height else times)["step"]:
-            yield build_graph(recording, step).ops
+            try:
+                ops: pl.DataFrame | GraphError = build_graph(recording, step).ops
+            except GraphError as error:
+                ops = error
+            yield ops
     else:
         raise InputError(f"overheads takes runs, graphs or op tables; it was given a {type(source).__name__}.")
 
