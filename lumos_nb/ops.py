@@ -17,6 +17,7 @@ from lumos_nb.calls import (
     arguments,
     classify,
 )
+from lumos_nb.number_formats import ELEMENT_BYTES, number_format
 from lumos_nb.repairs import REPORT, counted
 from lumos_nb.schema import EVENTS, OPS
 from lumos_nb.scopes import layers_of
@@ -50,18 +51,6 @@ COMM_ARGUMENTS = {
     "Seq": pl.Int64(),
     "Src Rank": pl.Int64(),
     "Dst Rank": pl.Int64(),
-}
-ELEMENT_BYTES = {
-    "Float": 4,
-    "Half": 2,
-    "BFloat16": 2,
-    "Double": 8,
-    "Int": 4,
-    "Long": 8,
-    "Char": 1,
-    "Byte": 1,
-    "Bool": 1,
-    "Short": 2,
 }
 
 
@@ -257,12 +246,14 @@ def _communication(ops: pl.DataFrame, which: pl.Expr) -> pl.DataFrame:
     like_others = pl.when(least == most).then(least)
     by_name = classify(pl.col("name"), COMM_TYPES)
     elements = pl.max_horizontal("In msg nelems", "Out msg nelems")
+    sizes = {word: ELEMENT_BYTES.get(number_format(word) or "") for word in comm["dtype"].drop_nulls().unique()}
+    element_bytes = pl.col("dtype").replace_strict(sizes, default=None, return_dtype=pl.Float64)
     comm = comm.select(
         "at",
         pl.coalesce("told", like_others, by_name, pl.lit("unknown")).alias("collective"),
         group=pl.col("Process Group Name"),
         group_size=pl.col("Group size").cast(pl.Int32, strict=False),
-        comm_bytes=elements * pl.col("dtype").replace_strict(ELEMENT_BYTES, default=None),
+        comm_bytes=(elements * element_bytes).cast(pl.Int64, strict=False),
         comm_seq=pl.col("Seq"),
         peer=pl.when(stated == "send").then("Dst Rank").when(stated == "recv").then("Src Rank").cast(pl.Int32),
     )

@@ -17,8 +17,8 @@ from lumos_nb.costs.bench_clock import l2_bytes
 from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
 from lumos_nb.costs.collectives import fit_collectives
 from lumos_nb.costs.fitting import fit_gpu
-from lumos_nb.costs.work import ELEMENT_BYTES
 from lumos_nb.errors import CalibrationError
+from lumos_nb.number_formats import ELEMENT_BYTES
 
 MAPPED_BYTES = 128 * 2**10
 """From this size on glibc asks the operating system for a block of its own (M_MMAP_THRESHOLD, as a process starts)."""

@@ -16,21 +16,8 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from lumos_nb.costs.work import MOVES, NEEDS, PRODUCTS
-
-DTYPES = {
-    **dict.fromkeys(("float", "float32"), "fp32"),
-    **dict.fromkeys(("double", "float64"), "fp64"),
-    **dict.fromkeys(("c10::Half", "Half", "float16"), "fp16"),
-    **dict.fromkeys(("c10::BFloat16", "BFloat16", "bfloat16"), "bf16"),
-    **dict.fromkeys(("c10::Float8_e4m3fn", "c10::Float8_e5m2", "c10::Float8_e4m3fnuz", "c10::Float8_e5m2fnuz"), "fp8"),
-    **dict.fromkeys(("long int", "long", "int64"), "int64"),
-    **dict.fromkeys(("int", "int32"), "int32"),
-    **dict.fromkeys(("signed char", "int8"), "int8"),
-    **dict.fromkeys(("unsigned char", "uint8"), "uint8"),
-    "bool": "bool",
-}
-"""Number formats by the type that a trace, or torch, names."""
+from lumos_nb.costs.work import MOVES, NEEDS, NUMBERS, PRODUCTS
+from lumos_nb.number_formats import number_format
 
 FLOATING = ("fp64", "fp32", "fp16", "bf16", "fp8")
 
@@ -38,8 +25,7 @@ _ENUM = {0: "uint8", 1: "int8", 3: "int32", 4: "int64", 5: "fp16", 6: "fp32", 7:
 """torch's numbers of its types."""
 
 SIZES: dict[str, pl.DataType] = {
-    **dict.fromkeys(("batch", "groups", "m", "n", "k", "rows", "cols", "seq_q", "seq_kv", "heads"), pl.Int64()),
-    **dict.fromkeys(("kv_heads", "head_dim", "head_dim_v"), pl.Int64()),
+    **dict.fromkeys(NUMBERS, pl.Int64()),
     **dict.fromkeys(("trans", "out_dtype"), pl.String()),
     "causal": pl.Boolean(),
 }
@@ -95,7 +81,7 @@ class Call(NamedTuple):
 
     def format(self, at: int) -> str | None:
         """Number format of an argument."""
-        return DTYPES.get(str(self.types[at])) if at < len(self.types) else None
+        return number_format(str(self.types[at])) if at < len(self.types) else None
 
     def main_format(self) -> str | None:
         """Number format of the first tensor of floating numbers, else of the first tensor."""
@@ -419,7 +405,7 @@ def sizes_of(key: str, call: Call) -> Sizes:
     try:
         told["dtype"] = call.main_format()
         sizes = row.decode(call)
-        if not all(_is_size(sizes.get(name)) for name, kind in SIZES.items() if kind == pl.Int64):
+        if not all(_is_size(sizes.get(name)) for name in NUMBERS):
             raise ValueError
         told |= sizes
     except Undecoded as reason:

@@ -20,8 +20,9 @@ from lumos_nb.calls import ENGINE_OPERATORS
 from lumos_nb.config import find_gpu
 from lumos_nb.costs.names import FALLBACK, HOST_COPY, UNKNOWN, kernel_families
 from lumos_nb.costs.operators import GENERATED, OPERATORS, SIZES, Call, listed, operator_key, sizes_of
-from lumos_nb.costs.work import ELEMENT_BYTES, MOVES, PRODUCTS
+from lumos_nb.costs.work import MOVES, PRODUCTS
 from lumos_nb.errors import InputError
+from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.ops import build_ops, step_marks
 from lumos_nb.schema import OPS, require
 from lumos_nb.threads import rows_at

@@ -5,36 +5,19 @@ Rows come from polars, pandas or by hand, with numbers as text and names as torc
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import polars as pl
 
 from lumos_nb.errors import InputError, SchemaError
+from lumos_nb.number_formats import bare
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Table: TypeAlias = "pl.DataFrame | pl.LazyFrame | pd.DataFrame | Mapping[str, Any] | Sequence[Mapping[str, Any]]"
 """What stands for a frame: a mapping is of columns, a sequence of rows."""
-
-FORMAT_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("float", "float32", "single", "f32"), "fp32"),
-    **dict.fromkeys(("double", "float64", "f64"), "fp64"),
-    **dict.fromkeys(("half", "float16", "f16"), "fp16"),
-    "bfloat16": "bf16",
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "e4m3", "e5m2"), "fp8"),
-    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "float8"), "fp8"),
-    **dict.fromkeys(("float4_e2m1fn_x2", "nvfp4", "mxfp4"), "fp4"),
-    **dict.fromkeys(("long", "long int"), "int64"),
-    "int": "int32",
-    **dict.fromkeys(("char", "signed char"), "int8"),
-    **dict.fromkeys(("byte", "unsigned char"), "uint8"),
-}
-"""Other spellings of number formats: torch's, C++'s and papers', in lower case."""
-
-_PREFIX = re.compile(r"^(?:torch\.|c10::|aten::)")
 
 
 def as_frame(table: Table, what: str) -> pl.DataFrame:
@@ -118,7 +101,7 @@ def spelled(column: pl.Series, known: Collection[str], others: Mapping[str, str]
     plain = {word.lower(): word for word in known} | dict(others)
     changed = {}
     for word in column.unique().drop_nulls().to_list():
-        short = _PREFIX.sub("", word.strip().lower())
+        short = bare(word)
         if plain.get(short, word) != word:
             changed[word] = plain[short]
     return column.replace(changed) if changed else column

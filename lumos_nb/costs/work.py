@@ -16,27 +16,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.costs.tables import FORMAT_NAMES, Table, as_frame, numbers, spelled, words
+from lumos_nb.costs.tables import Table, as_frame, numbers, spelled, words
 from lumos_nb.errors import InputError, SchemaError
+from lumos_nb.number_formats import ELEMENT_BYTES, FORMAT_NAMES
 
-ELEMENT_BYTES: Mapping[str, float] = {
-    "fp64": 8.0,
-    "int64": 8.0,
-    "fp32": 4.0,
-    "tf32": 4.0,
-    "int32": 4.0,
-    "fp16": 2.0,
-    "bf16": 2.0,
-    "fp16/bf16": 2.0,
-    "fp8": 1.0,
-    "int8": 1.0,
-    "uint8": 1.0,
-    "bool": 1.0,
-    "fp4": 0.5,
-}
-"""Bytes of one element by number format."""
-
-FORMATS = {"fp16": "half", "bf16": "half", "fp16/bf16": "half", "fp8": "fp8", "int32": "fp32", "int64": "fp64"}
+FORMATS = dict.fromkeys(("fp16", "bf16", "fp16/bf16", "int16"), "half") | {"int32": "fp32", "int64": "fp64"}
 FORMATS |= dict.fromkeys(("uint8", "bool"), "int8")
 """Which formats are computed alike: a class of its own each, but for the two halves."""
 
@@ -59,7 +43,7 @@ _ONE = (
     *("elementwise", "add_scalar", "sub_scalar", "mul_scalar", "div_scalar", "pow_scalar", "relu", "gelu", "silu"),
     *("tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "neg", "abs", "masked_fill", "where"),
 )
-_TWO = ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "lerp")
+_TWO = ("add", "sub", "mul", "div", "pow", "maximum", "minimum")
 
 MOVES: Mapping[str, Traffic] = {
     **{op: Traffic("elementwise") for op in _ONE},
@@ -79,7 +63,6 @@ MOVES: Mapping[str, Traffic] = {
     "rope": Traffic("rope", back_read=1, flops=3),
     "embedding_lookup": Traffic("embedding_lookup", back_read=1, flops=0, row_bytes=8),
     **{op: Traffic("optimizer", read=4, write=3, flops=12) for op in ("optimizer", "adam", "adamw", "adamw_foreach")},
-    "adamw_foreach": Traffic("optimizer", read=4, write=3, flops=12),
     "sgd": Traffic("optimizer", read=2, write=1, flops=2),
     "sgd_momentum": Traffic("optimizer", read=3, write=2, flops=4),
     "transpose": Traffic("transpose", back_read=1, flops=0),
@@ -119,10 +102,11 @@ MAY_HAVE: Mapping[str, tuple[str, ...]] = {
 
 PASSES = ("fwd", "bwd", "bwd_grad_act", "bwd_grad_w", "fwd+bwd", "any")
 
-_NUMBERS = (
+NUMBERS = (
     *("batch", "groups", "m", "n", "k", "rows", "cols", "seq_q", "seq_kv", "heads", "kv_heads", "head_dim"),
     "head_dim_v",
 )
+"""Columns of sizes."""
 _LARGEST = 2.0**63
 """Sizes lie below this, so that no product of them overflows."""
 
@@ -236,7 +220,7 @@ def work_of(frame: pl.DataFrame) -> Work:
         distinct.with_row_index("kind"), on=given.columns, how="left", nulls_equal=True, maintain_order="left"
     )["kind"]
     _check_kinds(kinds, kind)
-    rows = numbers(frame, _NUMBERS, "kernel").with_columns(kind, kinds["family"].gather(kind)).with_row_index("row")
+    rows = numbers(frame, NUMBERS, "kernel").with_columns(kind, kinds["family"].gather(kind)).with_row_index("row")
     parts = []
     for family in kinds["family"].unique(maintain_order=True):
         chosen = rows if kinds["family"].n_unique() == 1 else rows.filter(pl.col("family") == family)
