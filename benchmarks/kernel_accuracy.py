@@ -21,7 +21,7 @@ from benchmarks.rows import Row
 from lumos_nb import datasets
 from lumos_nb.config import find_gpu
 from lumos_nb.costs.heldout import band_of, difficulty_of
-from lumos_nb.costs.kernels import KernelModel, fit_kernels, prior_cell
+from lumos_nb.costs.kernels import fit_kernels, prior_model
 from lumos_nb.costs.work import with_work
 from lumos_nb.errors import CalibrationError
 
@@ -198,10 +198,8 @@ def priced(split: Split, fit: Callable[[pl.DataFrame], Predictor]) -> pl.DataFra
 
 def floor_us(part: pl.DataFrame) -> pl.Series:
     """The roofline of kernels of one GPU as the package has it, on which the width of an interval depends."""
-    kinds = part.select("family", "format").unique().rows()
-    return KernelModel(cells=tuple(prior_cell(*kind) for kind in kinds)).predict(part, find_gpu(part["gpu"][0]))[
-        "floor_us"
-    ]
+    model = prior_model(part.select("family", "format").unique().rows())
+    return model.predict(part, find_gpu(part["gpu"][0]))["floor_us"]
 
 
 def with_band(split: Split, test: pl.DataFrame, fit: Callable[[pl.DataFrame], Predictor]) -> pl.DataFrame:

@@ -17,8 +17,7 @@ import polars as pl
 from benchmarks import TRACES
 from benchmarks.cpu_accuracy import FLOOR, OP, errors, priced
 from benchmarks.rows import Row
-from lumos_nb.config import find_gpu
-from lumos_nb.costs.calibration import GENERIC, Calibration, calibrations, load_calibration
+from lumos_nb.costs.calibration import Calibration, load_calibration
 from lumos_nb.costs.fitting import fit_gpu
 from lumos_nb.costs.heldout import shape_groups
 from lumos_nb.costs.samples import kernel_samples
@@ -38,12 +37,6 @@ RUNS = {
 }
 FOLDS = 4
 SHAPE = [column for column in OP if column != "rank"] + ["seq_kv", "kv_heads", "causal", "groups", "out_dtype"]
-
-
-def shipped(gpu: str) -> Calibration:
-    """The bundled calibration of a GPU, else the generic one by its data sheet."""
-    sheet = find_gpu(gpu)
-    return load_calibration(sheet.name if sheet.name in calibrations() else GENERIC).for_gpu(sheet)
 
 
 def shapes(path: Path) -> tuple[pl.DataFrame, float]:
@@ -73,7 +66,7 @@ def trace_kernel_rows() -> Iterator[Row]:
     """Rows of `accuracy.json`."""
     for run, path in RUNS.items():
         table, share = shapes(TRACES / path)
-        base = shipped(table["gpu"][0])
+        base = load_calibration(table["gpu"][0])
         rows = priced(table, base)
         whole, floor = (errors(rows, predicted=p).row(0, named=True) for p in ("dur_us", "floor_us"))
         own = errors(adapted(table, base)).row(0, named=True)
@@ -93,7 +86,7 @@ def main() -> None:
     with pl.Config(tbl_rows=-1, tbl_cols=-1, tbl_width_chars=250, float_precision=1, tbl_hide_dataframe_shape=True):
         for run, path in RUNS.items():
             table, share = shapes(TRACES / path)
-            rows = priced(table, shipped(table["gpu"][0]))
+            rows = priced(table, load_calibration(table["gpu"][0]))
             print(f"{run}: {share:.0%} of the time has sizes")
             print(pl.concat([errors(rows, "family"), errors(rows)]))
     for row in trace_kernel_rows():

@@ -66,6 +66,9 @@ STEP_MARK = r"^ProfilerStep#?\s*(\d+)"
 HOST_COMM = r"^gloo:"
 """Annotations that mark the execution of a collective on a CPU thread."""
 
+COMM_OPERATORS = r"^(?:c10d|_c10d_functional\w*|gloo|nccl|torch\.distributed)\b"
+"""Operators and annotations of libraries of collectives."""
+
 COMM_LABEL = r"^(comm|wait)::(\w+) group=(\S*) seq=(\d+) bytes=(\d+) dtype=(\w+)(?: peer=(\d+))?"
 """What the recorder writes round the issue (`comm::`) and the wait (`wait::`) of a CPU collective: see labels.py."""
 

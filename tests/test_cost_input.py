@@ -268,7 +268,9 @@ def test_a_collective_that_cannot_be_is_refused_by_value(h100: Calibration, chan
 
 
 @pytest.mark.parametrize(
-    "name", ["AllReduce", "ALL_REDUCE", "allreduce", "all-reduce", "ncclAllReduce", "all reduce"], ids=str
+    "name",
+    ["AllReduce", "ALL_REDUCE", "allreduce", "all-reduce", "ncclAllReduce", "all reduce", "all_reduce_coalesced"],
+    ids=str,
 )
 def test_collectives_may_be_spelled_as_others_do(h100: Calibration, name: str) -> None:
     expected = h100.predict_collectives(pl.DataFrame([REDUCE])).drop("collective")

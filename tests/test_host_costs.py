@@ -18,6 +18,7 @@ from lumos_nb.costs.host import (
     launch_latencies,
     overheads,
     pooled,
+    with_families,
 )
 from lumos_nb.errors import CalibrationError, GraphError, InputError, SchemaError
 from lumos_nb.evaluate import PooledCosts, with_pooled_costs
@@ -229,6 +230,20 @@ def test_a_pool_finds_under_the_finest_key_and_says_nothing_of_the_unknown():
     pool = Pool.of(known, {"both": ("a", "b"), "one": ("a",)}, x=pl.col("x").mean())
     found = pool.find(pl.DataFrame({"a": [1, 1, 2, 3], "b": [2, 3, None, 1]}), "x")
     assert found.rows() == [(1, 2, 20.0, "both"), (1, 3, 15.0, "one"), (2, None, 60.0, "one"), (3, 1, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("_c10d_functional::wait_tensor", "comm"),
+        ("c10d::allreduce_", "comm all_reduce"),
+        ("gloo:barrier", "comm barrier"),
+        ("aten::add_", "in place"),
+        ("cudaMemcpyAsync", "launch"),
+    ],
+)
+def test_a_family_goes_by_what_dispatches(name: str, family: str):
+    assert with_families(pl.DataFrame({"name": [name]}))["family"].item() == family
 
 
 def test_several_recordings_are_pooled_together():

@@ -335,8 +335,10 @@ def test_nccl_arguments_name_the_collective_its_group_and_its_bytes():
 
 @pytest.mark.parametrize(
     ("dtype", "size_bytes"),
-    [("Float", 4000), ("Half", 2000), ("Short", 2000), ("Long", 8000), ("Byte", 1000), ("Bool", 1000)]
-    + [("Float8_e4m3fn", 1000), ("Float8_e5m2fnuz", 1000), ("QInt8", None), (None, None)],
+    [
+        *(("Float", 4000), ("Half", 2000), ("Short", 2000), ("Long", 8000), ("Byte", 1000), ("Bool", 1000)),
+        *(("Float8_e4m3fn", 1000), ("Float8_e5m2fnuz", 1000), ("QInt8", None), (None, None)),
+    ],
 )
 def test_bytes_of_a_collective_go_by_its_number_format(dtype: str | None, size_bytes: int | None):
     trace = Trace()

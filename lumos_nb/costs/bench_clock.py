@@ -7,6 +7,8 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,23 @@ CALLS = 3
 STATE_S = 0.01
 STATES = ("time_us", "warm_us", "fresh_us")
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
+
+
+def over_rounds(rounds: Sequence[float]) -> dict[str, float]:
+    """A row's `time_us` (the median), least time, median distance of a round from it, and last round over first."""
+    time_us = statistics.median(rounds)
+    return {
+        "time_us": round(time_us, 3),
+        "min_us": round(min(rounds), 3),
+        "spread": round(statistics.median(abs(us - time_us) for us in rounds) / time_us, 4),
+        "drift": round(rounds[-1] / rounds[0], 4),
+    }
+
+
+def source_of(about: Mapping[str, object]) -> str:
+    """What a row of a machine that `describe_machine` describes has for a source."""
+    name = about.get("gpu") or f"{about['cpu']}, {about['cpus_allowed']} cores"
+    return f"microbenchmark, {name}, torch {about['torch']}, {datetime.now(UTC):%Y-%m-%d}"
 
 
 class Clock:

@@ -13,13 +13,13 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 
+from lumos_nb.costs.bench_clock import over_rounds, source_of
 from lumos_nb.errors import CaptureError, InputError
 from lumos_nb.job import describe_machine
 
@@ -176,22 +176,12 @@ def _frame(ranks: list[list[Any]], world_size: int, backend: str) -> pl.DataFram
         starts, ends = (np.array([row[i] for row in of_ranks], dtype=np.int64).max(axis=0) for i in (3, 4))
         cells.setdefault((name, size), []).append(float(np.median(ends - starts)) / 1e3)
     about, is_gpu = describe_machine(BACKENDS[backend]), backend == "nccl"
-    middle = {cell: float(np.median(rounds)) for cell, rounds in cells.items()}
     frame = pl.DataFrame(
         [
-            {
-                "collective": name,
-                "dtype": "fp32",
-                "size_bytes": size,
-                "time_us": round(middle[name, size], 3),
-                "min_us": round(min(rounds), 3),
-                "spread": round(float(np.median(np.abs(np.array(rounds) / middle[name, size] - 1))), 4),
-                "drift": round(rounds[-1] / rounds[0], 4),
-            }
+            {"collective": name, "dtype": "fp32", "size_bytes": size, **over_rounds(rounds)}
             for (name, size), rounds in cells.items()
         ]
     )
-    machine = about["gpu"] if is_gpu else f"{about['cpu']}, {about['cpus_allowed']} cores"
     return frame.select(
         pl.lit(str(about["gpu"]) if is_gpu else "cpu").alias("hardware"),
         pl.lit("between the GPUs of a machine" if is_gpu else "loopback").alias("interconnect"),
@@ -199,6 +189,6 @@ def _frame(ranks: list[list[Any]], world_size: int, backend: str) -> pl.DataFram
         pl.lit(world_size).alias("gpus"),
         pl.lit(world_size).alias("gpus_per_node"),
         *frame.columns,
-        pl.lit(f"microbenchmark, {machine}, torch {about['torch']}, {datetime.now(UTC):%Y-%m-%d}").alias("source"),
+        pl.lit(source_of(about)).alias("source"),
         pl.lit(f"{backend}, from the last arrival to the last end, median of {ROUNDS} rounds' medians").alias("method"),
     ).sort("collective", "size_bytes")

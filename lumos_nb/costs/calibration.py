@@ -24,7 +24,7 @@ from lumos_nb.costs.collectives import CollectiveModel
 from lumos_nb.costs.heldout import Score
 from lumos_nb.costs.host import Overheads
 from lumos_nb.costs.intervals import Band
-from lumos_nb.costs.kernels import KernelModel, difficulty, prior_cell
+from lumos_nb.costs.kernels import KernelModel, difficulty, prior_cell, prior_model
 from lumos_nb.costs.tables import Table, as_frame, words
 from lumos_nb.costs.work import joined, text_of, work_of
 from lumos_nb.display import html_table, text_table
@@ -147,8 +147,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def _completed(self, kinds: pl.DataFrame) -> KernelModel:
         """The cells, and one at its priors for every family and format of some rows that has none."""
         there = {(cell.family, cell.format) for cell in self.kernels.cells}
-        asked = kinds.select("family", "format").unique().sort("family", "format").rows()
-        return KernelModel(cells=(*self.kernels.cells, *(prior_cell(*kind) for kind in asked if kind not in there)))
+        asked = [kind for kind in kinds.select("family", "format").unique().rows() if kind not in there]
+        return KernelModel(cells=(*self.kernels.cells, *prior_model(asked).cells))
 
     def _stated(self, priced: pl.DataFrame, work: pl.DataFrame, number: NDArray[np.int64]) -> pl.DataFrame:
         """Basis, range and interval; `number` is a row's place in `covered`, or the one behind its end for none.
@@ -260,8 +260,6 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def pass_of(frame: pl.DataFrame) -> pl.Series:
     """The pass of every row of a kernel frame; "any" where none is said."""
-    if "pass" not in frame.columns:
-        return pl.Series("passes", ["any"]).new_from_index(0, frame.height)
     return text_of(frame, "pass").alias("passes")
 
 

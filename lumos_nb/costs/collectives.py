@@ -37,6 +37,7 @@ from lumos_nb.costs.intervals import Band
 from lumos_nb.costs.tables import Table, as_frame
 from lumos_nb.errors import CalibrationError, InputError
 from lumos_nb.graph import Graph
+from lumos_nb.labels import FUNCTIONAL_OPS, GROUP_METHODS
 from lumos_nb.schema import require
 
 __all__ = ["CollectiveModel", "collective_samples", "fit_collectives", "priceable"]
@@ -215,9 +216,8 @@ def _busiest(sent: Floats) -> Floats:
 
 
 _OTHER_NAMES = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
+    **GROUP_METHODS,
+    **FUNCTIONAL_OPS,
     **{form.replace("_", ""): name for name in PLANS for form in (name, f"nccl{name}")},
     **{name.replace("_", sign): name for name in PLANS for sign in "- "},
 }

@@ -24,7 +24,7 @@ from lumos_nb.costs.calibration import (
 )
 from lumos_nb.costs.heldout import band_of, leave_groups_out, score, shape_groups
 from lumos_nb.costs.host import overheads
-from lumos_nb.costs.kernels import Cell, KernelModel, cell_keys, fit_kernels, prior_cell
+from lumos_nb.costs.kernels import Cell, KernelModel, cell_keys, fit_kernels, prior_model
 from lumos_nb.costs.samples import kernel_samples
 from lumos_nb.costs.work import with_work
 from lumos_nb.errors import CalibrationError, InputError
@@ -163,8 +163,7 @@ def _banded(cells: tuple[Cell, ...], unseen: pl.DataFrame) -> tuple[Cell, ...]:
 
 def _by_priors(samples: pl.DataFrame, gpu: pl.Series) -> pl.DataFrame:
     """All samples priced by what holds before any sample, a group for every GPU: what a data sheet alone is worth."""
-    keys = with_work(samples).select("family", "format").unique().sort("family", "format").rows()
-    model = KernelModel(cells=tuple(prior_cell(family, number) for family, number in keys))
+    model = prior_model(with_work(samples).select("family", "format").unique().rows())
     plain = samples.drop("method", strict=False)  # no implementation of attention is known before any sample
     parts = [
         model.predict(rows, find_gpu(name)).with_columns(group=pl.lit(name))

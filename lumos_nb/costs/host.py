@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.calls import CALL_PATTERNS, COMM_TYPES, ENGINE_OPERATORS, classify
+from lumos_nb.calls import CALL_PATTERNS, COMM_OPERATORS, COMM_TYPES, ENGINE_OPERATORS, classify
 from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import CalibrationError, GraphError, InputError
 from lumos_nb.graph import Graph, Recording, build_graph
@@ -51,7 +51,7 @@ OPERATOR_FAMILIES: tuple[tuple[str, str], ...] = (
     ("accumulate", r"AccumulateGrad"),
     ("backward", ENGINE_OPERATORS),
     *((f"comm {word}", pattern) for word, pattern in COMM_TYPES if word not in ("reduce", "gather", "scatter")),
-    ("comm", r"^(c10d|gloo|nccl|_c10d|torch\.distributed)\b"),
+    ("comm", COMM_OPERATORS),
     ("in place", r"^aten::\w+_$"),
     ("foreach", r"^aten::_(foreach|fused)"),
     (

@@ -400,6 +400,11 @@ def prior_cell(family: str, number_format: str, implementation: str = "") -> Cel
     return Cell(family=family, format=number_format, implementation=implementation, **curve.named(curve.prior))
 
 
+def prior_model(kinds: Iterable[tuple[str, str]]) -> KernelModel:
+    """`prior_cell` of each of some families and formats."""
+    return KernelModel(cells=tuple(prior_cell(*kind) for kind in sorted(kinds)))
+
+
 def _fitted(start: Cell, sample: _Sample, target: Floats) -> Cell:
     """A cell's constants of greatest posterior probability: least squares of log residuals and of log departures."""
     used = sample.levels[np.unique(sample.kind)]

@@ -37,7 +37,7 @@ from typing import Any
 import polars as pl
 
 from lumos_nb.config import Gpu, read_sheet
-from lumos_nb.costs.bench_clock import CALLS, STATES, Clock, l2_bytes
+from lumos_nb.costs.bench_clock import CALLS, STATES, Clock, l2_bytes, over_rounds, source_of
 from lumos_nb.costs.bench_fit import fit_recorded, held_out, machine_sheet, read_samples
 from lumos_nb.costs.bench_ops import FORWARD, OPS, Op, Tensors, cases, large_copy
 from lumos_nb.costs.bench_ranks import measure_collectives
@@ -75,15 +75,12 @@ class Row:
 
     def values(self) -> dict[str, object]:
         """The row of the frame."""
-        rounds, middle = self.times["time_us"], {s: statistics.median(t) for s, t in self.times.items() if t}
-        away = statistics.median(abs(us - middle["time_us"]) for us in rounds) / middle["time_us"]
+        rounds = self.times["time_us"]
         return {
             **{"pass" if column == "pass_" else column: value for column, value in self.sizes().items()},
-            **dict.fromkeys(STATES) | {state: round(us, 3) for state, us in middle.items()},
-            "min_us": round(min(rounds), 3),
-            "spread": round(away, 4),
+            **{state: round(statistics.median(times), 3) if times else None for state, times in self.times.items()},
+            **over_rounds(rounds),
             "rounds": len(rounds),
-            "drift": round(rounds[-1] / rounds[0], 4),
         }
 
 
@@ -172,7 +169,7 @@ def measure_kernels(
         pl.lit(device if device == "cpu" else str(about["gpu"])).alias("gpu"),
         *(pl.col(column) for column in frame.columns if column != "group"),
         "group",
-        pl.lit(_source(about)).alias("source"),
+        pl.lit(source_of(about)).alias("source"),
         method=pl.lit(f"torch; median over rounds of the least of up to {CALLS} calls, {how} less an empty call's"),
     )
 
@@ -203,11 +200,6 @@ def _measured(device: str, budget_s: float, families: tuple[str, ...] | None, se
             row.visit(tensors, clock)
         done += 1
     return rows
-
-
-def _source(about: dict[str, object]) -> str:
-    name = about.get("gpu") or f"{about['cpu']}, {about['cpus_allowed']} cores"
-    return f"microbenchmark, {name}, torch {about['torch']}, {datetime.now(UTC):%Y-%m-%d}"
 
 
 def profiler_overhead(calls: int = 300) -> dict[str, float]:

@@ -16,7 +16,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb import call_stacks
-from lumos_nb.calls import ENGINE_OPERATORS
+from lumos_nb.calls import COMM_OPERATORS, ENGINE_OPERATORS
 from lumos_nb.config import find_gpu
 from lumos_nb.costs.names import FALLBACK, HOST_COPY, UNKNOWN, kernel_families
 from lumos_nb.costs.operators import GENERATED, OPERATORS, SIZES, Call, listed, operator_key, sizes_of
@@ -44,8 +44,6 @@ KINDRED = (
     *("batch_norm>norm", "embedding_lookup>index", "optimizer>elementwise", "dropout>elementwise"),
 )
 """Kernels of a family (on the right) that do the work of an operator of another one."""
-
-HOST_COMMUNICATION = r"^(?:c10d|_c10d_functional\w*|gloo|nccl)::?|^record_param_comms"
 
 
 def kernel_samples(run: Run) -> pl.DataFrame:
@@ -302,7 +300,7 @@ def _why() -> pl.Expr:
     """Why an op has no sizes of its own."""
     host, unread = ~_ON_DEVICE, pl.col("decoded").is_null()
     reasons = (
-        (host & pl.col("name").str.contains(HOST_COMMUNICATION), "communication"),
+        (host & pl.col("name").str.contains(COMM_OPERATORS + "|^record_param_comms"), "communication"),
         (host & unread, "own time of an operator without a known schema, or without shapes"),
         (pl.col("fits"), "counted with the main kernel of its operator"),
         (pl.col("named_family") == HOST_COPY, "crosses the link to the host"),
