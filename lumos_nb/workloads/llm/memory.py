@@ -292,7 +292,7 @@ def _weights(model: Transformer, experts: bool) -> tuple[Weight, ...]:
 
 @lru_cache(maxsize=1024)
 def _size(weights: tuple[Weight, ...], model: Transformer, layout: Parallelism, sharded: bool) -> float:
-    return sum(_held(w, model, layout) / (_shards(w, layout) if sharded else 1) for w in weights)
+    return sum(numbers_held(w, model, layout) / (_shards(w, layout) if sharded else 1) for w in weights)
 
 
 def _sum(parts: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -303,7 +303,7 @@ def _times(part: dict[str, float], factor: float) -> dict[str, float]:
     return {name: factor * size for name, size in part.items()}
 
 
-def _held(weight: Weight, model: Transformer, layout: Parallelism) -> float:
+def numbers_held(weight: Weight, model: Transformer, layout: Parallelism) -> float:
     """Parameters of a weight on one rank."""
     if weight.part == "experts":
         return weight.size / layout.ep / (layout.expert_tp if weight.split != "none" else 1)
