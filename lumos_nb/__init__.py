@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from lumos_nb.traces.run import Run as Run
     from lumos_nb.traces.run import load_run as load_run
     from lumos_nb.transformer import Transformer as Transformer
+    from lumos_nb.workloads.llm.estimates import Estimate as Estimate
+    from lumos_nb.workloads.llm.estimates import estimate as estimate
 
 _MODULES = {
     "lumos_nb.traces.run": ("Run", "load_run"),
@@ -79,6 +81,7 @@ _MODULES = {
     "lumos_nb.config": ("Fabric", "Gpu", "find_fabric", "find_gpu"),
     "lumos_nb.transformer": ("Transformer",),
     "lumos_nb.layout": ("Cluster", "Parallelism", "Training"),
+    "lumos_nb.workloads.llm.estimates": ("Estimate", "estimate"),
     "lumos_nb.costs.calibration": ("Calibration", "load_calibration"),
     "lumos_nb.costs.fitting": ("calibrate",),
     "lumos_nb.costs.host": ("overheads",),

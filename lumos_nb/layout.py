@@ -150,6 +150,12 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     whole is kept; `logit_bytes` are alive at once for each logit of a micro-batch (12 in torch's
     cross_entropy: three fp32 copies).
 
+    What runs beside products: `overlap_grads` sums of gradients, `overlap_weights` gathered weights (of ZeRO 1 and 2 in
+    the next step's first pass, of ZeRO 3 one unit ahead), `overlap_pp` messages between stages, `overlap_wgrad` sums of
+    a layer's input gradients (beside the product for its weights' gradients), `overlap_tp` all tensor-parallel
+    collectives, piece by piece. `launch_us` is what the host takes to issue an op of the step; 0 is never too late (as
+    with CUDA graphs).
+
     Raises
     ------
     LayoutError
@@ -168,7 +174,7 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     master: bool = True
     capacity: float = 0.0
     imbalance: float = 1.0
-    bucket_bytes: int = 0
+    bucket_bytes: int = 100 * 2**20
     fused_grads: bool = True
     bucket_copies: bool = False
     regather: bool = True
@@ -177,12 +183,16 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overlap_grads: bool = True
     overlap_weights: bool = True
     overlap_tp: bool = False
+    overlap_wgrad: bool = True
     overlap_pp: bool = True
+    launch_us: float = 0.0
 
     def __post_init__(self) -> None:
         self._positive("bucket_bytes", "prefetch", "logit_bytes")
         if not 0 <= self.capacity < math.inf:
             raise self.refusal("capacity", "give the capacity factor of experts, or 0 where no token is dropped")
+        if not 0 <= self.launch_us < math.inf:
+            raise self.refusal("launch_us", "give what the host takes to issue an op, or 0 where it never is late")
         if not 1 <= self.imbalance < math.inf:
             raise self.refusal("imbalance", "give the busiest rank's share over the mean: at least 1")
 

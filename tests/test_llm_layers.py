@@ -23,7 +23,7 @@ LLAMA = Transformer(**SIZES, kv_heads=4)
 DEEPSEEK = Transformer(
     **SIZES, moe=Moe(experts=8, topk=2, ffn=128, shared=1, first=1), mla=Mla(kv_rank=64, q_rank=96, rope=16)
 )
-TRAIN = Training(micro_batch=1, global_batch=64, seq=1024)
+TRAIN = Training(micro_batch=1, global_batch=64, seq=1024, bucket_bytes=0)
 PRODUCTS = ("gemm", "gemm_bias", "grouped_gemm")
 
 

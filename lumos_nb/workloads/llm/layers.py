@@ -150,7 +150,7 @@ class Rank:
         if weight.split == "in":
             return chain([product, self.sums("tp", self.wide(out), sp)])
         before, after = self.spreads("tp", self.wide(into), sp)
-        anew = before if self.train.regather else []
+        anew = [row | {"phase": "backward_weight"} for row in before] if self.train.regather else []
         return Block([*before, *forward], [*anew, act, *after, by_weight])
 
     def wide(self, numbers: int) -> int:

@@ -1,0 +1,276 @@
+"""From a model, a layout, a training and a cluster to the time and memory of a step, and how far to trust both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+import numpy as np
+import polars as pl
+
+from lumos_nb.config import gpus, same_name
+from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
+from lumos_nb.critical_path import Result
+from lumos_nb.critical_path import replay as replayed
+from lumos_nb.display import format_bytes, format_ns, html_table, text_table
+from lumos_nb.errors import InputError
+from lumos_nb.graph import Graph
+from lumos_nb.layout import Cluster, Parallelism, Training, check
+from lumos_nb.partition import breakdown
+from lumos_nb.transformer import Transformer
+from lumos_nb.workloads.llm.assembly import Step, assembled
+from lumos_nb.workloads.llm.contention import slowed
+from lumos_nb.workloads.llm.memory import memory
+from lumos_nb.workloads.llm.pricing import priced
+from lumos_nb.workloads.llm.stages import work
+
+NORMAL_90 = 1.645
+"""Standard deviations on each side of a normal 90 % interval."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A predicted step. Times are seconds unless a name says otherwise.
+
+    Attributes
+    ----------
+    model, layout, train, cluster
+        What was asked.
+    calibration
+        Name of what priced it.
+    step
+        Rows and waits; `graph` is the same as tables.
+    result
+        The replayed graph: one rank for each pipeline stage, which stands for all that are equal to it.
+    assumptions
+        What was taken for granted because nobody said it (`estimate_row`).
+    """
+
+    model: Transformer
+    layout: Parallelism
+    train: Training
+    cluster: Cluster
+    calibration: str
+    step: Step
+    result: Result
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def graph(self) -> Graph:
+        """The workload: ops and edges."""
+        return self.result.graph
+
+    @property
+    def step_s(self) -> float:
+        """Time of a step."""
+        return self.result.step_ns / 1e9
+
+    @cached_property
+    def spread(self) -> float:
+        """Standard deviation of the step time's logarithm, from the intervals of the prices on the critical path.
+
+        Prices of one family err together and those of different families apart.
+        """
+        table, path = self.step.table, self.result.path.filter(pl.col("path_ns") > 0)
+        rows = table[self.step.row[path["op_id"].to_numpy()]]
+        width = (pl.col("high_us") / pl.col("low_us")).log().fill_nan(0) / (2 * NORMAL_90)
+        errs = rows.select("family", err=path["path_ns"] * width).group_by("family").agg(pl.col("err").sum())
+        return float(errs.select((pl.col("err") ** 2).sum().sqrt()).item()) / self.result.step_ns
+
+    @property
+    def low_s(self) -> float:
+        """Lower end of the nominal 90 % interval."""
+        return self.step_s * math.exp(-NORMAL_90 * self.spread)
+
+    @property
+    def high_s(self) -> float:
+        """Upper end of it."""
+        return self.step_s * math.exp(NORMAL_90 * self.spread)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the global batch by the step's time."""
+        return self.train.global_batch * self.train.seq / self.step_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """The same of one GPU."""
+        return self.tokens_per_s / self.cluster.gpus
+
+    @property
+    def mfu(self) -> float:
+        """FLOPs of the model (three times the forward pass's, causal attention as its half) over what GPUs could do."""
+        forward = (pl.col("phase") == "forward") & ~pl.col("again")
+        return 3 * self._flops(forward) / self._peak_flops
+
+    @property
+    def hfu(self) -> float:
+        """All FLOPs that are done, those of recomputation too, over what GPUs could do."""
+        return self._flops(pl.lit(value=True)) / self._peak_flops
+
+    def _flops(self, which: pl.Expr) -> float:
+        of_row = self.step.table.select(pl.when(which).then("flops").fill_null(0)).to_series().to_numpy()
+        return float(of_row[self.step.row].sum()) * self.layout.world / self.layout.pp
+
+    @property
+    def _peak_flops(self) -> float:
+        return self.cluster.gpu_sheet.peak(self.train.dtype) * self.cluster.gpus * self.step_s
+
+    @cached_property
+    def breakdown(self) -> pl.DataFrame:
+        """Parts of the step on each pipeline rank, as `ln.breakdown` gives them."""
+        parts: pl.DataFrame = breakdown(self.result)
+        return parts
+
+    @cached_property
+    def bubble(self) -> float:
+        """Share of the step in which a rank waits for others, the mean of ranks."""
+        waits = self.breakdown.filter(pl.col("part").is_in(["other", "exposed_wait", "unexplained"]))
+        return float(waits["share"].sum()) / self.layout.pp
+
+    @cached_property
+    def basis(self) -> pl.DataFrame:
+        """`basis` ("measured", "transferred", "data sheet", "waiting") and `share` of the critical path."""
+        path = self.result.path.filter(pl.col("path_ns") > 0)
+        rows = self.step.table[self.step.row[path["op_id"].to_numpy()]].select("basis", time=path["path_ns"])
+        shares = rows.group_by("basis").agg(share=pl.col("time").sum() / self.result.step_ns)
+        rest = pl.DataFrame({"basis": "waiting", "share": max(0.0, 1 - float(shares["share"].sum()))})
+        return pl.concat([shares, rest]).sort("share", descending=True)
+
+    @cached_property
+    def memory(self) -> pl.DataFrame:
+        """Bytes by pipeline rank and class, at each rank's peak, as `memory` gives them."""
+        found: pl.DataFrame = memory(self.model, self.layout, self.train)
+        return found
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory that the fullest rank needs."""
+        return int(self.memory.group_by("stage").agg(pl.col("bytes").sum())["bytes"].max() or 0)  # type: ignore[arg-type]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What should make a reader careful."""
+        return tuple(self._warnings())
+
+    def _warnings(self) -> Iterator[str]:
+        sheet = self.cluster.gpu_sheet
+        if self.peak_bytes > sheet.memory_bytes:
+            yield (
+                f"needs {format_bytes(self.peak_bytes)} of memory; {sheet.name} has {format_bytes(sheet.memory_bytes)}"
+            )
+        shares = dict(self.basis.rows())
+        if (unmeasured := shares.get("data sheet", 0.0)) > UNMEASURED:
+            yield f"{unmeasured:.0%} of the critical path is priced by data sheets alone: nothing like it was measured"
+        host = self.breakdown.filter(pl.col("part") == "host_bound")["share"].max()
+        if isinstance(host, float) and host > UNMEASURED:
+            yield f"the host is late for {host:.0%} of the step: launch_us ({self.train.launch_us}) decides"
+
+    def __repr__(self) -> str:
+        return text_table(self._summary(), caption=self._caption())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._summary(), caption=self._caption())
+
+    def _caption(self) -> str:
+        on = f"{self.cluster.gpus} x {self.cluster.gpu_sheet.name}"
+        return f"A step of {self.model.name or 'the model'} on {on}: {format_ns(self.result.step_ns)}"
+
+    def _summary(self) -> pl.DataFrame:
+        low, high = format_ns(round(self.low_s * 1e9)), format_ns(round(self.high_s * 1e9))
+        rows = [
+            ("step", f"{format_ns(self.result.step_ns)} ({low} to {high})"),
+            ("tokens/s", f"{self.tokens_per_s:,.0f} ({self.tokens_per_s_per_gpu:,.0f} a GPU)"),
+            ("MFU, HFU", f"{self.mfu:.1%}, {self.hfu:.1%}"),
+            ("bubble", f"{self.bubble:.1%}"),
+            ("memory", f"{format_bytes(self.peak_bytes)} of {format_bytes(self.cluster.gpu_sheet.memory_bytes)}"),
+            ("priced by", ", ".join(f"{basis} {share:.0%}" for basis, share in self.basis.rows())),
+            *(("warning", text) for text in self.warnings),
+            *(("assumed", text) for text in self.assumptions),
+        ]
+        return pl.DataFrame(rows, schema=["what", "value"], orient="row")
+
+
+UNMEASURED = 0.1
+"""Share of a step from which on it is worth a warning."""
+
+
+def estimate(
+    model: Transformer,
+    layout: Parallelism,
+    train: Training,
+    cluster: Cluster,
+    calibration: Calibration | None = None,
+) -> Estimate:
+    """Predict a training step from configuration alone.
+
+    Every row of the work tables is priced, laid out by the pipeline's schedule and replayed; ranks that a symmetry
+    makes equal are one. What runs beside something else is slowed by it (`slowed`).
+
+    Parameters
+    ----------
+    model, layout, train, cluster
+        What is trained, how it is spread, in what batches, on what.
+    calibration
+        Prices; of the cluster's GPU by default.
+
+    Returns
+    -------
+    estimate
+        Step time with an interval, tokens/s, MFU, breakdown, memory, and the workload itself.
+
+    Raises
+    ------
+    LayoutError
+        The four do not go together; the message lists why.
+    CalibrationError, InputError
+        Something has no price.
+
+    Examples
+    --------
+    >>> cluster = Cluster(gpu="H100-SXM-80GB", inside="NVLink4 NVSwitch")
+    >>> train = Training(micro_batch=1, global_batch=16, seq=4096)
+    >>> found = estimate(Transformer.named("llama-3-8b"), Parallelism(dp=8, zero=3), train, cluster)
+    >>> 0.3 < found.mfu < 0.8
+    True
+    """
+    check(model, layout, train, cluster)
+    prices = prices_of(cluster, calibration)
+    tables = [
+        work(model, layout, train, depth).with_columns(stage=pl.lit(stage))
+        for depth, stage in enumerate(stages_of(layout))
+    ]
+    together = priced(pl.concat(tables), layout, cluster, prices)
+    ends = np.cumsum([0, *map(len, tables)])
+    step = assembled([together[a:b] for a, b in pairwise(ends)], layout, train)
+    result = replayed(step.graph())
+    return Estimate(model, layout, train, cluster, prices.name, step, slowed(step, result))
+
+
+def stages_of(layout: Parallelism) -> list[int]:
+    """The pipeline rank of each virtual stage, in the order of the model's layers."""
+    there = list(range(layout.pp))
+    if layout.schedule == "zb-v":
+        return there + there[::-1]
+    return there * layout.chunks
+
+
+def prices_of(cluster: Cluster, calibration: Calibration | None) -> Calibration:
+    """A calibration of the cluster's GPU: the given one, else the bundled one, else the generic one by its sheet."""
+    sheet = cluster.gpu_sheet
+    if calibration is None:
+        return _named(sheet.name) if sheet in gpus() else _named(GENERIC).for_gpu(sheet)
+    if not isinstance(calibration, Calibration):
+        raise InputError(f"calibration is {calibration!r:.60}; give one of load_calibration(name) or calibrate(run).")
+    if not same_name(calibration.gpu.name, sheet.name):
+        raise InputError(
+            f"the calibration is of {calibration.gpu.name}, the cluster of {sheet.name}: give "
+            f"load_calibration({sheet.name!r}), or calibration.for_gpu(cluster.gpu_sheet) for what its data sheet says."
+        )
+    return calibration
+
+
+_named = lru_cache(maxsize=8)(load_calibration)
