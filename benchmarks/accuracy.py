@@ -13,6 +13,7 @@ import polars as pl
 from benchmarks import TRACES
 from benchmarks.collective_accuracy import collective_rows
 from benchmarks.cpu_accuracy import cpu_rows
+from benchmarks.frictions import friction_rows
 from benchmarks.kernel_accuracy import kernel_rows
 from benchmarks.memory_accuracy import memory_rows
 from benchmarks.overhead_accuracy import overhead_rows
@@ -162,7 +163,7 @@ def main() -> None:
     if TRACES.is_dir():
         rows += trace_rows()
         rows += pipeline_rows(TRACES)
-        rows += [*overhead_rows(), *trace_kernel_rows(), *schedule_rows(TRACES), *memory_rows()]
+        rows += [*overhead_rows(), *friction_rows(), *trace_kernel_rows(), *schedule_rows(TRACES), *memory_rows()]
     else:
         print(f"no {TRACES}: rows of other people's recordings stay as they are", file=sys.stderr)
     record(ACCURACY, rows)
