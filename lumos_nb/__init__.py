@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from lumos_nb.transformer import Transformer as Transformer
     from lumos_nb.workloads.llm.estimates import Estimate as Estimate
     from lumos_nb.workloads.llm.estimates import estimate as estimate
+    from lumos_nb.workloads.llm.table_rows import estimate_row as estimate_row
 
 _MODULES = {
     "lumos_nb.traces.run": ("Run", "load_run"),
@@ -82,6 +83,7 @@ _MODULES = {
     "lumos_nb.transformer": ("Transformer",),
     "lumos_nb.layout": ("Cluster", "Parallelism", "Training"),
     "lumos_nb.workloads.llm.estimates": ("Estimate", "estimate"),
+    "lumos_nb.workloads.llm.table_rows": ("estimate_row",),
     "lumos_nb.costs.calibration": ("Calibration", "load_calibration"),
     "lumos_nb.costs.fitting": ("calibrate",),
     "lumos_nb.costs.host": ("overheads",),

@@ -1,0 +1,419 @@
+"""A row of a published training table -> model, layout, training and cluster, with every assumption that takes.
+
+Columns are those of `COLUMNS`; what a cell leaves open is taken from the words of the row (`table_words`: how its
+framework, its family of models and its GPU's usual platform are), and said. What cannot be read is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from lumos_nb.config import Fabric, Gpu, find_fabric, find_gpu, gpus, names_of
+from lumos_nb.costs.calibration import Calibration
+from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.layout import Cluster, Parallelism, Training, problems
+from lumos_nb.transformer import Moe, Transformer, models
+from lumos_nb.workloads.llm import table_words as words
+from lumos_nb.workloads.llm.estimates import Estimate, estimate
+from lumos_nb.workloads.llm.memory import peak_bytes
+from lumos_nb.workloads.llm.table_cells import Reader
+
+COLUMNS = (
+    "row_id", "source", "gpu", "num_gpus", "precision", "model", "params_b", "hidden", "heads", "layers", "vocab",
+    "ffn", "kv_heads", "moe_experts", "moe_topk", "seq", "tp", "pp", "cp", "vp", "ep", "dp", "sharding", "micro_batch",
+    "global_batch", "recompute", "task", "notes",
+)  # fmt: skip
+"""Columns that are read; any may be missing, and others do not matter."""
+
+ENOUGH = 1.25
+"""Up to how many times a GPU's memory a step that recomputes nothing is taken to have been made to fit."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What `estimate` takes, read from a row: in `assumptions` what the row did not say, in `stated` what it did."""
+
+    model: Transformer
+    layout: Parallelism
+    train: Training
+    cluster: Cluster
+    assumptions: tuple[str, ...]
+    stated: Mapping[str, str]
+
+
+def read_row(row: object) -> Setup:
+    """Read a row of a table of measured training runs.
+
+    Parameters
+    ----------
+    row
+        A mapping with (some of) the columns of `COLUMNS`, a row of pandas, or a polars frame of one row. Numbers may be
+        text; None, NaN, "" and "not stated" are no value.
+
+    Returns
+    -------
+    Setup
+
+    Raises
+    ------
+    InputError
+        A size that nothing implies is missing, a cell cannot be read, or the sizes do not go together; the message
+        names column, value and what to do.
+
+    Examples
+    --------
+    >>> row = {"gpu": "H100", "num_gpus": 8, "model": "Llama-3-8B", "seq": 8192, "micro_batch": 1, "global_batch": 128}
+    >>> setup = read_row(row | {"sharding": "fsdp", "precision": "bf16", "recompute": "full"})
+    >>> setup.layout.dp, setup.layout.zero, setup.model.hidden
+    (8, 3, 4096)
+    >>> setup.assumptions[0]
+    'hidden is not stated: 4096, of llama-3-8b'
+    """
+    reader = Reader(row)
+    try:
+        return _setup(reader)
+    except (LayoutError, InputError) as error:
+        label = reader.cells.get("row_id")
+        raise InputError(f"row {label}: {error}" if label else str(error)) from error
+
+
+def estimate_row(row: object, calibration: Calibration | None = None) -> Estimate:
+    """Estimate the step of a row of a table of training runs, as `read_row` reads it and `estimate` predicts it.
+
+    Parameters
+    ----------
+    row
+        As `read_row` takes it.
+    calibration
+        As `estimate` takes it.
+
+    Returns
+    -------
+    Estimate
+        With the `assumptions` that reading the row took.
+
+    Raises
+    ------
+    InputError, CalibrationError
+        As `read_row` and `estimate`.
+
+    Examples
+    --------
+    >>> row = {"gpu": "H100", "num_gpus": 8, "model": "Llama-3-8B", "seq": 8192, "micro_batch": 1, "global_batch": 128}
+    >>> estimate_row(row | {"sharding": "fsdp", "precision": "bf16", "recompute": "full"}).step_s   # doctest: +SKIP
+    """
+    setup = read_row(row)
+    found = estimate(setup.model, setup.layout, setup.train, setup.cluster, calibration)
+    return replace(found, assumptions=setup.assumptions)
+
+
+def _setup(reader: Reader) -> Setup:
+    tp, pp, cp, ep, chunks = (reader.count(name, 1) for name in ("tp", "pp", "cp", "ep", "vp"))
+    style = _style(reader, tp)
+    count = reader.count("num_gpus", tp * pp * cp * reader.count("dp", 1) if reader.has("dp") else None)
+    if count % (tp * pp * cp):
+        raise reader.refusal("num_gpus", f"tp x pp x cp is {tp * pp * cp}: give a multiple of it")
+    dp = count // (tp * pp * cp)
+    if reader.has("dp") and reader.count("dp") != dp:
+        raise reader.refusal("dp", f"{count} GPUs over tp x pp x cp = {tp * pp * cp} leave {dp}: give that, or nothing")
+    model = _model(reader, style, tp)
+    cluster = _cluster(reader, count)
+    batches = _batches(reader, dp)
+    schedule, chunks = _schedule(reader, pp, chunks, batches["global_batch"] // max(1, batches["micro_batch"] * dp))
+    layout = Parallelism(
+        tp=tp, pp=pp, cp=cp, ep=ep, etp=_expert_tp(reader, tp, ep, cp * dp), dp=dp, chunks=chunks, schedule=schedule,
+        sequence_parallel=tp > 1 and style.sp,
+        split=_split(reader, model, pp, pp * chunks, by_cost=style.name == "nanotron"),
+        **_sharding(reader, style, dp * cp, cluster.gpus_per_node // min(cluster.gpus_per_node, tp)),
+    )  # fmt: skip
+    dtype = style.named(reader, "precision", words.PRECISIONS, "bf16")
+    fields: dict[str, Any] = {"grad_dtype": "fp16" if dtype == "fp16" else "fp32"}
+    fields |= {name: value for name, value in style.fields.items() if name in Training.__struct_fields__}
+    train = Training(**batches, seq=reader.count("seq"), dtype=dtype, **fields)
+    if frozen := "lora" in reader.text("task"):
+        reader.assume("weights are frozen in a LoRA task, but gradients of all are priced (too slow by up to a third)")
+    train = _recomputed(reader, model, layout, train, cluster, frozen=frozen)
+    if found := problems(model, layout, train, cluster):
+        raise InputError(" ".join(found))
+    return Setup(model, layout, train, cluster, tuple(reader.assumptions), reader.stated)
+
+
+@dataclass(frozen=True)
+class _Style:
+    """What a row's framework and notes settle beside its columns."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+    @property
+    def sp(self) -> bool:
+        return bool(self.fields["sequence_parallel"])
+
+    def named(self, reader: Reader, column: str, table: tuple[tuple[str, str, str], ...], default: str) -> Any:
+        """What a cell means by a table of patterns; `default` if there is none."""
+        if not (text := reader.text(column)):
+            reader.assume(f"{column} is not stated: {default}")
+            return default
+        for pattern, value, assumption in table:
+            if re.search(pattern, text):
+                if assumption:
+                    reader.assume(f"{column} {text}: {assumption}")
+                return value
+        raise reader.refusal(column, f"give one of {', '.join(value for _, value, _ in table)}")
+
+
+def _style(reader: Reader, tp: int) -> _Style:
+    said = " | ".join(reader.text(name) for name in ("source", "sharding", "model", "notes"))
+    framework = next(f for f in words.FRAMEWORKS if re.search(f.pattern, said))
+    told: dict[str, Any] = {}
+    for pattern, fields in words.FACTS:
+        if re.search(pattern, said):
+            told |= fields
+    if (capacity := reader.noted("capacity")) is not None:
+        told["capacity"] = capacity
+    aside = {*told, "zero", *(("sequence_parallel",) if tp == 1 else ())}  # zero: said with the sharding
+    listed = ", ".join(f"{name} {value}" for name, value in framework.fields.items() if name not in aside)
+    reader.assume(f"as {framework.name} does: {listed}")
+    return _Style(framework.name, {**framework.fields, **told})
+
+
+def _model(reader: Reader, style: _Style, tp: int) -> Transformer:
+    """The model by its name and sizes; a vocabulary is filled up as Megatron does, so that tensor ranks share it."""
+    known = _preset(reader.text("model"))
+    sizes: dict[str, Any] = {}
+    for column in ("hidden", "heads", "layers"):
+        like = getattr(known, column) if known else None
+        sizes[column] = reader.count(column, like, f", of {known.name}" if known else "")
+    same = known if known and known.hidden == sizes["hidden"] else None
+    fields = msgspec.structs.asdict(same) if same else _family(reader, sizes)
+    fields |= sizes | {"name": reader.text("model")}
+    if "tied" in style.fields:
+        fields["tied"] = style.fields["tied"]
+    wide = 4 * sizes["hidden"] if not fields["gated"] else -(-8 * sizes["hidden"] // (3 * 256)) * 256
+    fields["ffn"] = reader.count("ffn", same.ffn if same else wide)
+    fields["kv_heads"] = reader.count("kv_heads", same.keys if same else sizes["heads"])
+    if same and same.head_dim == 0 and same.heads != sizes["heads"]:
+        fields["head_dim"] = 0
+    fields["moe"] = _experts(reader, same, fields["ffn"])
+    fields["max_seq"] = max(fields.get("max_seq", 0), reader.count("seq")) if fields["positions"] == "learned" else 0
+    if same or reader.has("vocab"):
+        vocab = reader.count("vocab", same.vocab if same else None)
+    else:
+        vocab = _vocabulary(reader, fields)
+    padded = -(-vocab // (128 * tp)) * 128 * tp if vocab % (64 * tp) else vocab
+    if padded != vocab:
+        reader.assume(f"the vocabulary of {vocab} is filled up to {padded}, a multiple of 128 x tp")
+    model = Transformer(**fields | {"vocab": padded})
+    _check_size(reader, model)
+    return model
+
+
+def _preset(name: str) -> Transformer | None:
+    """The well-known model of the longest name that stands in a row's."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"[^a-z0-9.]", "", text)
+
+    patterns = {re.escape(plain(model.name)) + r"(?![0-9.])": model for model in models().values()}
+    found = [model for pattern, model in patterns.items() if re.search(pattern, plain(name))]
+    return max(found, key=lambda model: len(model.name), default=None)
+
+
+def _family(reader: Reader, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """How a model is built: by its name, else by its number of parameters, else by its sizes."""
+    name = reader.text("model")
+    if family := next((f for f in words.FAMILIES if re.search(f.pattern, name)), None):
+        return dict(family.fields)
+    square = 4 * sizes["hidden"] == (reader.number("ffn") or 4 * sizes["hidden"])
+    shared = (reader.number("kv_heads") or sizes["heads"]) < sizes["heads"]
+    gated = shared or not square
+    reader.assume(f"no family of models is called {name!r}: built like {'Llama' if gated else 'GPT'}, by its sizes")
+    return dict(words.LLAMA if gated else words.GPT)
+
+
+def _experts(reader: Reader, same: Transformer | None, ffn: int) -> Moe | None:
+    known = same.moe if same else None
+    count = reader.count("moe_experts", known.experts if known else 0, least=0)
+    if not count:
+        return None
+    topk = reader.count("moe_topk", known.topk if known else None)
+    if known:
+        return msgspec.structs.replace(known, experts=count, topk=topk, ffn=known.ffn)
+    reader.assume("every layer has experts, none is shared by all tokens, and ffn is the width of one")
+    return Moe(experts=count, topk=topk, ffn=ffn)
+
+
+def _vocabulary(reader: Reader, fields: Mapping[str, Any]) -> int:
+    """Of the usual sizes the one that fits a stated number of parameters best; else GPT-2's or Llama 2's."""
+    usual = 32000 if fields["positions"] == "rope" else 50257
+    if size := reader.number("params_b"):
+        rest = Transformer(**{**fields, "vocab": 1}).size
+        copies = 1 if fields["tied"] else 2
+        usual = min(words.VOCABULARIES, key=lambda v: abs(rest + copies * v * fields["hidden"] - size * 1e9))
+    reader.assume(f"vocab is not stated: {usual}" + (", which fits params_b best of usual ones" if size else ""))
+    return usual
+
+
+def _check_size(reader: Reader, model: Transformer) -> None:
+    """Say where the sizes of a row contradict its number of parameters."""
+    stated = reader.number("params_b")
+    parts = model.parameters()
+    ends = parts.get("embedding", 0) + parts.get("head", 0)
+    if stated and min(abs((model.size - out) / (1e9 * stated) - 1) for out in (0, ends)) > 0.1:
+        reader.assume(f"params_b is {stated:g}, but the sizes make {model.size / 1e9:.4g}")
+
+
+def _cluster(reader: Reader, count: int) -> Cluster:
+    """Nodes of the GPU's usual platform; the network between them as stated in the notes, else the usual one."""
+    gpu = _gpu(reader)
+    if (platform := words.PLATFORMS.get(gpu.name)) is None:
+        raise reader.refusal("gpu", f"no usual platform is known; give one of {', '.join(words.PLATFORMS)}")
+    inside: Fabric | str = platform.inside
+    sheet, most = find_fabric(platform.inside), platform.gpus
+    if sheet.max_gpus and sheet.max_gpus < most:  # the same links with more switches
+        inside = msgspec.structs.replace(sheet, max_gpus=most)
+    elif stated := reader.noted("gpus_per_node"):
+        most = int(stated)
+    per_node = max(size for size in range(1, most + 1) if count % size == 0)
+    reader.assume(f"{gpu.name}s are joined by {platform.inside}, {per_node} in one domain")
+    between = _network(reader, platform.between, per_node) if count > per_node else None
+    return Cluster(
+        gpu=gpu.name, nodes=count // per_node, gpus_per_node=per_node, inside=inside if per_node > 1 else None,
+        between=between,
+    )  # fmt: skip
+
+
+def _gpu(reader: Reader) -> Gpu:
+    """The sheet of a name, or of the longest name that it begins with."""
+    text = re.sub(r"^(nvidia|amd)( instinct)? ", "", reader.text("gpu"))
+    if not text:
+        raise reader.refusal("gpu", "the row cannot be read without it: give it")
+    try:
+        return find_gpu(text)
+    except InputError:
+        starts = {re.sub(r"[^a-z0-9]", "", name.lower()): sheet for sheet in gpus() for name in names_of(sheet)}
+        plain = re.sub(r"[^a-z0-9]", "", text)
+        known = max((start for start in starts if plain.startswith(start)), key=len, default="")
+        if not known or re.search(r"pcie|nvl", plain.removeprefix(known)):
+            raise
+        reader.assume(f"gpu {text!r} is read as {starts[known].name}")
+        return starts[known]
+
+
+def _network(reader: Reader, usual: str, per_node: int) -> Fabric | str:
+    found = next(filter(None, (re.search(pattern, reader.text("notes")) for pattern in words.NETWORKS)), None)
+    if not found:
+        reader.assume(f"the network is not stated: {usual}")
+        return usual
+    fabric = find_fabric(usual)
+    rate = float(found["rate"]) * float(found.groupdict().get("count") or 1) / 8 * 1e9 / per_node
+    if abs(rate / fabric.bytes_per_s - 1) < 0.01:
+        return usual
+    return Fabric(name=found[0], source="the notes of the row", bytes_per_s=rate, latency_us=fabric.latency_us)
+
+
+def _batches(reader: Reader, dp: int) -> dict[str, Any]:
+    """Micro-batch and global batch; either follows from the other and the notes' accumulation of gradients."""
+    steps = int(reader.noted("grad_accum") or 0)
+    if reader.has("global_batch") and not reader.has("micro_batch") and steps:
+        size = reader.count("global_batch")
+        return {"micro_batch": max(1, size // (steps * dp)), "global_batch": size}
+    micro = reader.count("micro_batch", 1)
+    return {"micro_batch": micro, "global_batch": reader.count("global_batch", steps * micro * dp or None)}
+
+
+def _schedule(reader: Reader, pp: int, chunks: int, micro_batches: int) -> tuple[Any, int]:
+    """The pipeline's schedule, and chunks of layers a rank."""
+    found = re.search(r"schedule\s*[=:]\s*(\S+?)[;,]?(\s|$)", reader.text("notes"))
+    kind = "interleaved" if chunks > 1 else "1f1b"
+    if found:
+        kind = next((kind for pattern, kind in words.SCHEDULES if re.search(pattern, found[1])), "")
+        if not kind:
+            raise reader.refusal("notes", f"no schedule is called {found[1]!r}; give 1f1b, interleaved or zb-v")
+    if pp == 1 or (kind == "interleaved" and (micro_batches % pp or chunks == 1)):
+        if chunks > 1 and pp > 1:
+            reader.assume(f"{micro_batches} micro-batches cannot be interleaved over {pp} stages: 1F1B (too slow)")
+        return "1f1b", 1
+    return kind, {"zb-v": 2, "interleaved": chunks}.get(kind, 1)
+
+
+def _expert_tp(reader: Reader, tp: int, ep: int, replicas: int) -> int:
+    """Ranks that cut an expert: as many as cut the rest, where there are so many."""
+    if ep == 1 or tp == 1 or not tp * replicas % (ep * tp):
+        return 0
+    reader.assume(f"{tp * replicas} ranks hold {ep} parts of the experts: each expert is whole")
+    return 1
+
+
+def _split(reader: Reader, model: Transformer, pp: int, stages: int, *, by_cost: bool) -> tuple[int, ...]:
+    """Layers of each virtual stage, where a framework does not cut them evenly, or cannot."""
+    if pp > 1 and by_cost:
+        layer = 4 * model.hidden**2 + 3 * model.hidden * model.ffn
+        reader.assume("stages end with the layer that reaches their share of weights, as nanotron cuts them")
+        return stages_by_cost(model.layers, pp, layer, model.hidden * model.vocab)
+    if not model.layers % stages:
+        return ()
+    whole, rest = divmod(model.layers + 2, stages)
+    if not rest:
+        reader.assume(f"{model.layers} layers over {stages} stages: the embedding and the head stand for one each")
+        return (whole - 1, *[whole] * (stages - 2), whole - 1)
+    reader.assume(f"{model.layers} layers over {stages} stages: the first ones have one more")
+    whole, rest = divmod(model.layers, stages)
+    return tuple(whole + (stage < rest) for stage in range(stages))
+
+
+def stages_by_cost(layers: int, pp: int, layer_cost: float, head_cost: float) -> tuple[int, ...]:
+    """Layers of each stage as nanotron cuts them: a stage ends with the block that reaches its share of the cost."""
+    reached = np.cumsum([layer_cost] * layers)
+    shares = (reached[-1] + head_cost) * np.arange(1, pp + 1) / pp
+    counts, stage = [0] * pp, 0
+    for cost in reached:
+        counts[stage] += 1
+        stage += int(cost > shares[stage])
+    return tuple(counts)
+
+
+def _sharding(reader: Reader, style: _Style, replicas: int, in_node: int) -> dict[str, Any]:
+    """ZeRO stage, and ranks of a shard where that stays inside a node."""
+    if text := reader.text("sharding"):
+        found = next(((zero, inside) for pattern, zero, inside in words.SHARDINGS if re.search(pattern, text)), None)
+        if not found:
+            raise reader.refusal("sharding", "give ddp, zero1, zero2, zero3, fsdp or hsdp")
+        zero, inside = found
+    else:
+        zero, inside = style.fields.get("zero", 0), False
+        reader.assume(f"sharding is not stated: ZeRO {zero}")
+    if inside and replicas > in_node and replicas % in_node == 0:
+        reader.assume(f"hybrid sharding is inside a node, over {in_node}")
+        return {"zero": zero, "shard": in_node}
+    return {"zero": zero}
+
+
+def _recomputed(
+    reader: Reader, model: Transformer, layout: Parallelism, train: Training, cluster: Cluster, *, frozen: bool
+) -> Training:
+    """With the recomputation that is stated; else none, and full where memory would be far from enough.
+
+    Where little is missing, a few layers are repeated in practice, which costs next to nothing.
+    """
+    if text := reader.text("recompute"):
+        found = next((kind for pattern, kind in words.RECOMPUTES if re.search(pattern, text)), None)
+        if not found:
+            raise reader.refusal("recompute", "give none, selective or full")
+        if found == "selective":
+            reader.assume("recompute selective: the core of attention")
+        return msgspec.structs.replace(train, recompute=found)
+    if frozen or problems(model, layout, train):
+        reader.assume("recompute is not stated: none")
+        return train
+    room = cluster.gpu_sheet.memory_bytes
+    needed = peak_bytes(model, layout, train)
+    found = "none" if needed < ENOUGH * room else "full"
+    reader.assume(f"recompute is not stated: {found}, as memory without any is {needed / 1e9:.3g} of {room / 1e9:g} GB")
+    return msgspec.structs.replace(train, recompute=found)
