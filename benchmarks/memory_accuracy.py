@@ -1,23 +1,25 @@
 """Predicted memory against what nanotron's grid measured, and which of its failed layouts are called infeasible.
 
-What the table does not say is taken from nanotron: stages are cut by cost (`stages`), gradients of a micro-batch are in
-bf16 beside fp32 sums, DistributedDataParallel's buckets hold them again, and the loss has 14 bytes a logit (bf16, and
-three fp32 copies). `mem_gb` is read as GiB: it goes up to 77.4, which in GB a H100 would not end at. How tensor
-parallelism ran is not stated row by row (`MODES`); the rows fall into groups that only different modes explain, so the
-errors of all three are given, and of the nearest one. Logits, GiB and buckets were settled with these errors in view.
+Rows are read by `read_row`. What the table does not say is taken from nanotron: stages are cut by cost, gradients of a
+micro-batch are in bf16 beside fp32 sums, DistributedDataParallel's buckets hold them again, and the loss has 14 bytes a
+logit (bf16, and three fp32 copies). `mem_gb` is read as GiB: it goes up to 77.4, which in GB a H100 would not end at.
+How tensor parallelism ran is not stated row by row (`MODES`); the rows fall into groups that only different modes
+explain, so the errors of all three are given, and of the nearest one. Logits, GiB and buckets were settled with these
+errors in view.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
+import msgspec
 import polars as pl
 
 from benchmarks import MEASURED
 from benchmarks.rows import Row
 from lumos_nb.layout import Parallelism, Training, Transformer
 from lumos_nb.workloads.llm.memory import peak_bytes
+from lumos_nb.workloads.llm.table_rows import read_row
 
 GIB = 2**30
 DEVICE_GIB = 81559 / 1024
@@ -31,35 +33,13 @@ MODES = {
 }
 
 
-def stages(layers: int, pp: int, layer_cost: float, head_cost: float) -> tuple[int, ...]:
-    """Layers of each stage as nanotron cuts them: a stage ends with the block that reaches its share of the cost."""
-    if pp == 1:
-        return ()
-    reached = np.cumsum([layer_cost] * layers)
-    shares = (reached[-1] + head_cost) * np.arange(1, pp + 1) / pp
-    counts, stage = [0] * pp, 0
-    for cost in reached:
-        counts[stage] += 1
-        stage += int(cost > shares[stage])
-    return tuple(counts)
-
-
-def job(row: dict[str, float | str], mode: str) -> tuple[Transformer, Parallelism, Training]:
+def job(row: dict[str, object], mode: str) -> tuple[Transformer, Parallelism, Training]:
     """Model, layout and training of a row of the grid, with tensor parallelism of a mode."""
-    size = {name: int(row[name]) for name in ("layers", "hidden", "heads", "ffn", "vocab", "tp", "pp", "dp")}
     spread, again = MODES[mode]
-    tp, pp, dp, hidden = size["tp"], size["pp"], size["dp"], size["hidden"]
-    model = Transformer(**{k: size[k] for k in ("layers", "hidden", "heads", "ffn", "vocab")}, tied=hidden == 2048)
-    layer_cost = 4 * hidden**2 + 3 * hidden * size["ffn"]
-    layout = Parallelism(
-        tp=tp, pp=pp, dp=dp, zero=int(row["sharding"] == "zero1"), sequence_parallel=spread and tp > 1,
-        split=stages(size["layers"], pp, layer_cost, hidden * size["vocab"]),
-    )  # fmt: skip
-    train = Training(
-        micro_batch=int(row["micro_batch"]), global_batch=int(row["global_batch"]), seq=int(row["seq"]), dtype="bf16",
-        fused_grads=False, bucket_copies=True, logit_bytes=14, regather=again,
-    )  # fmt: skip
-    return model, layout, train
+    said = "tied embeddings" if row["hidden"] == 2048 else ""  # llm_infeasible.csv has no notes
+    setup = read_row({"precision": "bf16", "recompute": "none", "notes": said} | row)
+    layout = msgspec.structs.replace(setup.layout, sequence_parallel=spread and setup.layout.tp > 1)
+    return setup.model, layout, msgspec.structs.replace(setup.train, regather=again)
 
 
 def predicted(rows: pl.DataFrame) -> pl.DataFrame:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.memory_accuracy import stages
 from lumos_nb.errors import LayoutError
 from lumos_nb.layout import Parallelism, Training, Transformer, problems
 from lumos_nb.workloads.llm.memory import CLASSES, memory, peak_bytes
 from lumos_nb.workloads.llm.schedule import in_flight, schedule
+from lumos_nb.workloads.llm.table_rows import stages_by_cost
 from lumos_nb.workloads.llm.tensors import layer_tensors
 
 GPT = Transformer(
@@ -267,4 +267,4 @@ def test_a_frame_has_every_class_of_every_stage_and_the_share_asked_for():
     [(1, ()), (2, (11, 5)), (4, (6, 5, 5, 0)), (8, (3, 3, 2, 3, 2, 3, 0, 0))],
 )
 def test_nanotrons_stages_end_with_the_block_that_reaches_their_share_of_the_cost(pp, counts):
-    assert stages(16, pp, layer_cost=16.0, head_cost=64.0) == counts
+    assert stages_by_cost(16, pp, layer_cost=16.0, head_cost=64.0) == counts

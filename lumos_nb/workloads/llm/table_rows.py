@@ -123,7 +123,7 @@ def _setup(reader: Reader) -> Setup:
     if reader.has("dp") and reader.count("dp") != dp:
         raise reader.refusal("dp", f"{count} GPUs over tp x pp x cp = {tp * pp * cp} leave {dp}: give that, or nothing")
     model = _model(reader, style, tp)
-    cluster = _cluster(reader, count)
+    cluster = _cluster(reader, count, style.network)
     batches = _batches(reader, dp)
     schedule, chunks = _schedule(reader, pp, chunks, batches["global_batch"] // max(1, batches["micro_batch"] * dp))
     layout = Parallelism(
@@ -150,6 +150,7 @@ class _Style:
 
     name: str
     fields: Mapping[str, Any]
+    network: str
 
     @property
     def sp(self) -> bool:
@@ -169,7 +170,7 @@ class _Style:
 
 
 def _style(reader: Reader, tp: int) -> _Style:
-    said = " | ".join(reader.text(name) for name in ("source", "sharding", "model", "notes"))
+    said = " | ".join(reader.text(name) for name in ("gpu", "source", "sharding", "model", "notes"))
     framework = next(f for f in words.FRAMEWORKS if re.search(f.pattern, said))
     told: dict[str, Any] = {}
     for pattern, fields in words.FACTS:
@@ -180,7 +181,7 @@ def _style(reader: Reader, tp: int) -> _Style:
     aside = {*told, "zero", *(("sequence_parallel",) if tp == 1 else ())}  # zero: said with the sharding
     listed = ", ".join(f"{name} {value}" for name, value in framework.fields.items() if name not in aside)
     reader.assume(f"as {framework.name} does: {listed}")
-    return _Style(framework.name, {**framework.fields, **told})
+    return _Style(framework.name, {**framework.fields, **told}, framework.network)
 
 
 def _model(reader: Reader, style: _Style, tp: int) -> Transformer:
@@ -269,7 +270,7 @@ def _check_size(reader: Reader, model: Transformer) -> None:
         reader.assume(f"params_b is {stated:g}, but the sizes make {model.size / 1e9:.4g}")
 
 
-def _cluster(reader: Reader, count: int) -> Cluster:
+def _cluster(reader: Reader, count: int, network: str) -> Cluster:
     """Nodes of the GPU's usual platform; the network between them as stated in the notes, else the usual one."""
     gpu = _gpu(reader)
     if (platform := words.PLATFORMS.get(gpu.name)) is None:
@@ -282,7 +283,7 @@ def _cluster(reader: Reader, count: int) -> Cluster:
         most = int(stated)
     per_node = max(size for size in range(1, most + 1) if count % size == 0)
     reader.assume(f"{gpu.name}s are joined by {platform.inside}, {per_node} in one domain")
-    between = _network(reader, platform.between, per_node) if count > per_node else None
+    between = _network(reader, network or platform.between, per_node) if count > per_node else None
     return Cluster(
         gpu=gpu.name, nodes=count // per_node, gpus_per_node=per_node, inside=inside if per_node > 1 else None,
         between=between,
@@ -370,6 +371,8 @@ def _split(reader: Reader, model: Transformer, pp: int, stages: int, *, by_cost:
 
 def stages_by_cost(layers: int, pp: int, layer_cost: float, head_cost: float) -> tuple[int, ...]:
     """Layers of each stage as nanotron cuts them: a stage ends with the block that reaches its share of the cost."""
+    if pp == 1:
+        return ()
     reached = np.cumsum([layer_cost] * layers)
     shares = (reached[-1] + head_cost) * np.arange(1, pp + 1) / pp
     counts, stage = [0] * pp, 0
