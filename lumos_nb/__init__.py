@@ -63,6 +63,9 @@ if TYPE_CHECKING:
     from lumos_nb.transformer import Transformer as Transformer
     from lumos_nb.workloads.llm.estimates import Estimate as Estimate
     from lumos_nb.workloads.llm.estimates import estimate as estimate
+    from lumos_nb.workloads.llm.rewriting import rewrite as rewrite
+    from lumos_nb.workloads.llm.structure import Structure as Structure
+    from lumos_nb.workloads.llm.structure import find_structure as find_structure
     from lumos_nb.workloads.llm.table_rows import estimate_row as estimate_row
 
 _MODULES = {
@@ -83,6 +86,8 @@ _MODULES = {
     "lumos_nb.transformer": ("Transformer",),
     "lumos_nb.layout": ("Cluster", "Parallelism", "Training"),
     "lumos_nb.workloads.llm.estimates": ("Estimate", "estimate"),
+    "lumos_nb.workloads.llm.rewriting": ("rewrite",),
+    "lumos_nb.workloads.llm.structure": ("Structure", "find_structure"),
     "lumos_nb.workloads.llm.table_rows": ("estimate_row",),
     "lumos_nb.costs.calibration": ("Calibration", "load_calibration"),
     "lumos_nb.costs.fitting": ("calibrate",),

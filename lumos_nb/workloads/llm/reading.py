@@ -1,0 +1,103 @@
+"""The model, layout and batch that a trace shows, from the sizes of its kernels and the groups that communicate."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from lumos_nb.errors import LayoutError
+from lumos_nb.graph import Graph
+from lumos_nb.layout import Parallelism, Training
+from lumos_nb.transformer import Transformer
+from lumos_nb.workloads.llm.structure import MESSAGES, Structure
+
+_FORMATS = {"fp64": "fp32", "fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+
+Setup = tuple[Transformer, Parallelism, Training]
+
+
+def read_setup(graph: Graph, structure: Structure, parts: pl.DataFrame) -> Setup:
+    """What was trained and how, as far as a trace tells.
+
+    Layers are counted; heads, batch and sequence are those of attention, `hidden` is what norms run over, `ffn` the
+    width into the last product of a layer, the vocabulary the width of the last product behind the layers.
+
+    Parameters
+    ----------
+    parts
+        Of `retiming.parts_of`, with `layer` and `phase` of their op.
+
+    Raises
+    ------
+    LayoutError
+        A size is nowhere to be seen; the message says which, and to give `of`.
+    """
+    forward = parts.filter(pl.col("phase") == "forward")
+    inside = forward.filter(pl.col("layer") >= 0)
+    attention = _only(inside.filter(pl.col("op") == "attention"), "attention")
+    norms = inside.filter(pl.col("family") == "norm")
+    hidden = int(_only(norms, "norm")["cols"])
+    products = inside.filter(pl.col("op").is_in(["gemm", "gemm_bias"]))
+    one = products.filter(pl.col("op_id").is_in(_first_layer(products).implode()))
+    ffn = int(_only(one.tail(1), "product")["k"])
+    heads, keys, head = (int(attention[c] or attention["heads"]) for c in ("heads", "kv_heads", "head_dim"))
+    tp = _group(graph, structure, in_layers=True)
+    pp, dp = max(structure.stage.values()) + 1, _group(graph, structure, in_layers=False)
+    learned = _positions(graph)
+    gated = one.filter((pl.col("n") == 2 * ffn) | ((pl.col("n") == ffn) & (pl.col("k") == hidden))).height
+    behind = forward.filter((pl.col("layer") < 0) & pl.col("op").is_in(["gemm", "gemm_bias"]))
+    behind = behind.filter(pl.col("k") == hidden)
+    model = Transformer(
+        layers=len({layer for held in structure.layers.values() for layer in held}),
+        hidden=hidden, heads=heads * tp, kv_heads=keys * tp, ffn=ffn * tp,
+        head_dim=0 if heads * tp * head == hidden else head,
+        vocab=int(_only(behind.tail(1), "product behind the layers")["n"]),
+        gated=gated > 1 or one.filter(pl.col("n") == 2 * ffn).height > 0,
+        norm="rms" if norms["op"][0] == "rmsnorm" else "layer", bias=bool((one["op"] == "gemm_bias").any()),
+        positions="learned" if learned else "rope", max_seq=learned,
+    )  # fmt: skip
+    batch = int(attention["batch"])
+    passes = structure.table.filter(pl.col("phase") == "forward")["passes"].max() or 1
+    train = Training(
+        micro_batch=batch, global_batch=batch * dp * int(str(passes)), seq=int(attention["seq_q"]),
+        dtype=_FORMATS[str(products["dtype"].drop_nulls().mode().sort()[0])],  # type: ignore[arg-type]
+        bucket_bytes=25 << 20 if dp > 1 else 0,
+    )  # fmt: skip
+    return model, Parallelism(tp=tp, pp=pp, dp=dp), train
+
+
+def _only(rows: pl.DataFrame, what: str) -> dict[str, int]:
+    """The most frequent row of its kind."""
+    if rows.is_empty():
+        raise LayoutError(
+            f"the trace shows no {what} of known sizes in its forward pass, so the model cannot be read from it; give "
+            "of=(Transformer(...), Parallelism(...), Training(...))."
+        )
+    sizes = ("m", "n", "k", "rows", "cols", "batch", "seq_q", "heads", "kv_heads", "head_dim")
+    counts = rows.group_by(sizes, maintain_order=True).len().sort("len", descending=True, maintain_order=True)
+    return counts.row(0, named=True)
+
+
+def _first_layer(products: pl.DataFrame) -> pl.Series:
+    """Ops of one layer of one pass."""
+    first = products.select("rank", "layer", "micro_batch").row(0) if products.height else (0, 0, 0)
+    rank, layer, micro_batch = first
+    chosen = (pl.col("rank") == rank) & (pl.col("layer") == layer) & (pl.col("micro_batch") == micro_batch)
+    return products.filter(chosen)["op_id"]
+
+
+def _group(graph: Graph, structure: Structure, *, in_layers: bool) -> int:
+    """Size of the groups that communicate in the layers of the forward pass, or only elsewhere (gradients)."""
+    comm = graph.ops.filter((pl.col("kind") == "comm") & ~pl.col("collective").is_in(MESSAGES))
+    comm = comm.join(structure.ops.select("op_id", place="layer", when="phase"), on="op_id")
+    inner = (pl.col("place") >= 0) & (pl.col("when") == "forward")
+    groups = comm.filter(inner)["group"].unique().implode()
+    chosen = comm.filter(pl.col("group").is_in(groups) == in_layers)
+    return int(chosen["group_size"].fill_null(graph.ops["rank"].n_unique()).max() or 1)  # type: ignore[arg-type]
+
+
+def _positions(graph: Graph) -> int:
+    """Rows of the second embedding table, that of learned positions; 0 where there is one table."""
+    operator = [c for c in ("operator", "parent") if c in graph.ops.columns]
+    lookups = graph.ops.filter(pl.coalesce(operator) == "aten::embedding")
+    tables = lookups["shapes"].str.extract(r"^\[\[(\d+),").drop_nulls().unique(maintain_order=True)
+    return int(tables[1]) if len(tables) > 1 else 0

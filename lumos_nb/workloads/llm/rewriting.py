@@ -1,0 +1,311 @@
+"""A trace's graph under another model, batch, layout or device: measured ops are the base, changed by what changes.
+
+An edit changes which ops there are (layers, micro-batches, stages: `splicing`) or how long they take (sizes, devices:
+`retiming`). A rewritten graph remembers the one that was measured, and a further rewrite of it starts there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import polars as pl
+
+from lumos_nb import whatif
+from lumos_nb.costs.calibration import Calibration, load_calibration
+from lumos_nb.errors import InputError
+from lumos_nb.graph import Graph
+from lumos_nb.layout import SIZE_OF, Cluster, Parallelism, Training, check
+from lumos_nb.repairs import REPORT
+from lumos_nb.traces.run import Run
+from lumos_nb.transformer import Transformer
+from lumos_nb.workloads.llm.exchanging import (
+    Prices,
+    cut_points,
+    groups_of,
+    resized,
+    with_gradients,
+    with_sums,
+    without_groups,
+)
+from lumos_nb.workloads.llm.reading import Setup, read_setup
+from lumos_nb.workloads.llm.regrouping import Pipeline, Runs, ends_of_passes, with_messages
+from lumos_nb.workloads.llm.retiming import KERNEL, parts_of, ratios, symbols, with_sizes
+from lumos_nb.workloads.llm.splicing import splice
+from lumos_nb.workloads.llm.stacking import deepened, levelled
+from lumos_nb.workloads.llm.structure import MESSAGE, Structure, find_structure
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten(Graph):
+    """A graph that `rewrite` made.
+
+    Attributes
+    ----------
+    setup
+        Model, layout and batch that it is of.
+    parts
+        The kernels of its ops with their sizes (`retiming.PARTS`).
+    measured
+        The graph that it was made from, its setup and its parts; and its own ops, by which a later edit is noticed.
+    """
+
+    setup: Setup | None = None
+    parts: pl.DataFrame = field(default_factory=pl.DataFrame)
+    measured: tuple[Graph, Setup, pl.DataFrame, pl.DataFrame] | None = None
+
+
+def rewrite(
+    graph: Graph,
+    to: Parallelism | None = None,
+    *,
+    model: Transformer | None = None,
+    train: Training | None = None,
+    of: Setup | None = None,
+    run: Run | None = None,
+    calibration: Calibration | str | None = None,
+    cluster: Cluster | None = None,
+    onto: Cluster | None = None,
+    **sizes: Any,
+) -> Rewritten:
+    """What a measured step would be with another model, batch or layout.
+
+    Parameters
+    ----------
+    graph
+        Of one step, as `build_graph` or `rewrite` made it.
+    to, model, train
+        What is asked for; None is as it was.
+    of
+        Model, layout and batch of the graph; None reads them from its kernels (`reading.read_setup`).
+    run
+        The run of the graph: needed where it has no device, since only events show what host operators hold.
+    calibration
+        Prices kernels and collectives before and after: a calibration or its name. None takes that of the CPU where the
+        graph has no device.
+    cluster
+        Where it ran, for communication; None is the loopback of one machine, where the graph has no device.
+    onto
+        Where it is to run, if elsewhere: its GPU's bundled calibration prices kernels, its fabrics communication.
+    sizes
+        Single fields instead of `to`, `model` and `train`: `layers=4, hidden=256, micro_batch=16, tp=2`.
+
+    Returns
+    -------
+    Rewritten
+        A graph; its `report` also says what was timed anew, inserted and dropped, and what could not be seen.
+
+    Raises
+    ------
+    LayoutError
+        What is asked for cannot be, or cannot be made from this graph.
+    InputError
+        A field is unknown, or something is missing to time ops anew.
+
+    Examples
+    --------
+    >>> run = load_run(datasets.path("gpt-single"))  # doctest: +SKIP
+    >>> wide = rewrite(build_graph(run), hidden=256, ffn=1024, run=run)  # doctest: +SKIP
+    >>> replay(wide).step_ns  # doctest: +SKIP
+    """
+    known = graph if isinstance(graph, Rewritten) else None
+    current = of or (known.setup if known else None)
+    base, parts, setup = graph, known.parts if known else None, current
+    if known and known.measured and graph.ops is known.measured[3]:  # not edited since: start from what was measured
+        base, setup, parts, _ = known.measured
+    structure = find_structure(base)
+    parts = parts_of(base, run) if parts is None else parts
+    placed = _placed(parts, structure, base)
+    was = setup or read_setup(base, structure, placed)
+    target = _target(current or was, to, model, train, sizes)
+    cal = _calibration(base, calibration)
+    edit = _Edit(base, structure, placed, was, target, cal, cluster, onto)
+    ops_before = base.report if base.report.height else pl.DataFrame(schema=REPORT)
+    made = edit.graph()
+    report = pl.concat([ops_before, pl.DataFrame(edit.notes, schema=REPORT, orient="row")], how="diagonal_relaxed")
+    return Rewritten(
+        made.ops, made.edges, made.step, report, made.queue_sizes, made.filled,
+        setup=target, parts=edit.parts.select("op_id", *KERNEL, "time_ns"),
+        measured=(base, was, parts, made.ops),
+    )  # fmt: skip
+
+
+def _placed(parts: pl.DataFrame, structure: Structure, graph: Graph) -> pl.DataFrame:
+    """Parts with the place and name of their op."""
+    at = structure.ops.select("op_id", "rank", "phase", "layer", "micro_batch")
+    named = parts.join(at, on="op_id", how="left", maintain_order="left")
+    return named.join(graph.ops.select("op_id", "name"), on="op_id", how="left", maintain_order="left")
+
+
+def _target(
+    base: Setup, to: Parallelism | None, model: Transformer | None, train: Training | None, sizes: dict[str, Any]
+) -> Setup:
+    """What is asked for, checked."""
+    asked: list[Any] = [given or was for given, was in zip((model, to, train), base, strict=True)]
+    owner = {name: i for i, spec in reversed([*enumerate(asked)]) for name in spec.__struct_fields__}
+    if unknown := [name for name in sizes if name not in owner]:
+        raise InputError(
+            f"{unknown[0]}={sizes[unknown[0]]!r}: no field of Transformer, Parallelism or Training is called so; there "
+            f"are: {', '.join(sorted(owner))}."
+        )
+    for i, spec in enumerate(asked):
+        own = {name: value for name, value in sizes.items() if owner[name] == i}
+        asked[i] = msgspec.structs.replace(spec, **own) if own else spec
+    model_, layout, training = asked
+    check(model_, layout, training)
+    return model_, layout, training
+
+
+def _calibration(graph: Graph, given: Calibration | str | None) -> Calibration:
+    if isinstance(given, Calibration):
+        return given
+    if given is None and graph.ops["device"].is_not_null().any():
+        raise InputError("give calibration=, the name of the GPU that was traced (ln.load_calibration lists them).")
+    return load_calibration(given or "cpu")
+
+
+@dataclass(slots=True)
+class _Edit:
+    """The steps of a rewrite; `notes` are its rows of the report."""
+
+    base: Graph
+    structure: Structure
+    parts: pl.DataFrame
+    was: Setup
+    target: Setup
+    calibration: Calibration
+    cluster: Cluster | None
+    onto: Cluster | None = None
+    notes: list[tuple[str, int | None, int, int, str]] = field(default_factory=list)
+
+    def graph(self) -> Graph:
+        """Apply what differs."""
+        graph = self._relaid(self.base)
+        return self._exchanged(self._retimed(graph))
+
+    def note(self, what: str, rows: pl.DataFrame, detail: str, time: str = "dur_ns") -> None:
+        """A row of the report, where there is something to say."""
+        if rows.height:
+            self.notes.append((what, None, rows.height, int(rows[time].sum()), detail))
+
+    def _pipeline_differs(self) -> bool:
+        """Whether passes are other ones, or more or fewer."""
+        shape = [
+            (layout.pp, layout.chunks, layout.schedule if layout.pp > 1 else "", layout.split, t.micro_batches(layout))
+            for _, layout, t in (self.was, self.target)
+        ]
+        return shape[0] != shape[1]
+
+    def _relaid(self, graph: Graph) -> Graph:
+        """With other layers, stages or micro-batches."""
+        anew = self._pipeline_differs()
+        if not anew and self.was[0].layers == self.target[0].layers:
+            return graph
+        runs = Runs.of(self.structure)
+        pipeline = Pipeline(runs, self.was, self.target)
+        plan = pipeline.plan() if anew else deepened(runs.table, self.was, self.target)
+        spliced, copies = splice(graph, runs.source, plan.drop("pass", strict=False))
+        spliced = levelled(graph, runs, spliced, copies)
+        self.parts = copies.select("op_id", "from_id").join(
+            self.parts.rename({"op_id": "from_id"}), on="from_id", maintain_order="left"
+        ).drop("from_id")  # fmt: skip
+        new = spliced.ops.filter(~pl.col("op_id").is_in(graph.ops["op_id"].implode()))
+        gone = graph.ops.filter(~pl.col("op_id").is_in(spliced.ops["op_id"].implode()))
+        self.note("inserted", new, "copies of measured layers and passes")
+        self.note("dropped", gone, "layers, passes and messages that are not there any more")
+        if anew and self.target[1].pp > 1:
+            spliced = self._with_messages(spliced, copies, plan, pipeline.schedule())
+        self.structure = find_structure(spliced)
+        return spliced
+
+    def _with_messages(self, graph: Graph, copies: pl.DataFrame, plan: pl.DataFrame, passes: pl.DataFrame) -> Graph:
+        model, _, train = self.target
+        size = train.micro_batch * train.seq * model.hidden * SIZE_OF[train.dtype]
+        ends = ends_of_passes(graph, copies, plan)
+        took = round(float(self._prices(self.onto).ns(pl.Series(["send"]), pl.Series([size]), pl.Series([2]))[0]))
+        made = with_messages(graph, passes, ends, took)
+        host_ns = _host_of_messages(self.base, self.structure)
+        if host_ns:
+            where = pl.col("op_id").is_in(ends["last"].implode())
+            made = whatif.insert(made, where, "send and receive", host_ns, kind="cpu")
+        new = made.ops.filter(~pl.col("op_id").is_in(graph.ops["op_id"].implode()))
+        known = "as measured" if host_ns else "not known: none were measured"
+        self.note("inserted", new, f"messages of {size} bytes between stages; the host's time for them {known}")
+        return made
+
+    def _prices(self, cluster: Cluster | None = None) -> Prices:
+        """Of collectives, on this cluster or the one where it ran."""
+        cluster = cluster or self.cluster
+        if cluster is None:
+            if self.base.ops["device"].is_not_null().any():
+                raise InputError("give cluster=Cluster(...), over which communication is to be timed.")
+            cluster = Cluster(gpu=self.calibration.gpu, gpus_per_node=1024, inside="Loopback")
+        return Prices(cluster, self.calibration)
+
+    def _retimed(self, graph: Graph) -> Graph:
+        """With other sizes."""
+        old, new = (symbols(*setup) for setup in (self.was, self.target))
+        other = load_calibration(self.onto.gpu_sheet.name) if self.onto else None
+        if old == new and other is None:
+            return graph
+        sized = with_sizes(self.parts, old, new)
+        unseen = sized.filter(pl.col("meaning").is_null())
+        ratio = pl.Series(ratios(self.parts, sized, self.calibration, other))
+        sized = sized.with_columns(new_ns=pl.col("time_ns") * ratio)
+        self.note("timed anew", sized.filter(ratio != 1.0), "kernels: predicted over predicted", "time_ns")
+        self.note("could not see", unseen, "kernels whose sizes are none of the model's: as before", "time_ns")
+        more = sized.group_by("op_id").agg(more_ns=(pl.col("new_ns") - pl.col("time_ns")).sum())
+        ops = graph.ops.join(more, on="op_id", how="left", maintain_order="left")
+        dur_ns = (pl.col("dur_ns") + pl.col("more_ns").fill_null(0)).round().clip(0).cast(pl.Int64)
+        self.parts = sized.with_columns(time_ns="new_ns")
+        return replace(graph, ops=ops.with_columns(dur_ns=dur_ns).drop("more_ns"))
+
+    def _exchanged(self, graph: Graph) -> Graph:
+        """With other communication."""
+        (model, layout, train), before = self.target, self.was[1]
+        comm = groups_of(graph, self.structure)
+        gone = [of for of in ("tp", "dp") if getattr(layout, of) == 1 < getattr(before, of)]
+        graph = without_groups(graph, comm, gone)
+        self.note("dropped", comm.filter(pl.col("of").is_in(gone)), f"communication of {', '.join(gone)}")
+        self.structure = find_structure(graph) if gone else self.structure
+        graph = self._priced(graph, comm.filter(~pl.col("of").is_in(gone) & pl.col("comm_bytes").is_not_null()))
+        count = len(graph.ops)
+        if layout.tp > 1 == before.tp:
+            parts = with_sizes(self.parts.drop("meaning", strict=False), *[symbols(*self.target)] * 2)
+            size = train.micro_batch * train.seq * model.hidden * SIZE_OF[train.dtype]
+            graph = with_sums(graph, cut_points(parts), size, layout.tp, self._prices(self.onto))
+        if layout.dp > 1 == before.dp:
+            graph = with_gradients(graph, self.structure, self.target, self._prices(self.onto))
+        if len(graph.ops) > count:
+            new = graph.ops.filter(pl.col("name").is_in(["all_reduce of tensor ranks", "sum of gradients"]))
+            self.note("inserted", new, "communication; the host's time to issue it is not known")
+        return graph
+
+    def _priced(self, graph: Graph, comm: pl.DataFrame) -> Graph:
+        """With the communication that was measured for other sizes and groups."""
+        if comm.is_empty() or (self.was == self.target and not self.onto):
+            return graph
+        measured = self.base.ops.filter(pl.col("kind") == "comm").select("op_id", "rank", "group", "comm_bytes")
+        new = resized(comm, measured, self.structure, self.was, self.target)
+        other = (pl.col("new_bytes") != pl.col("comm_bytes")) | (pl.col("new_size") != pl.col("group_size"))
+        new = new.filter(other | (self.onto is not None))
+        if new.is_empty():
+            return graph
+        old_ns = self._prices().ns(new["collective"], new["comm_bytes"], new["group_size"])
+        ratio = self._prices(self.onto).ns(new["collective"], new["new_bytes"], new["new_size"]) / old_ns
+        self.note("timed anew", new, "communication: predicted over predicted")
+        about = new.select(
+            "op_id", comm_bytes=pl.col("new_bytes").cast(pl.Int64), group_size=pl.col("new_size").cast(pl.Int32),
+            dur_ns=(pl.col("dur_ns") * pl.Series(ratio)).round().cast(pl.Int64),
+        )  # fmt: skip
+        return replace(graph, ops=graph.ops.update(about, on="op_id"))
+
+
+def _host_of_messages(graph: Graph, structure: Structure) -> int:
+    """What messages cost the host between two passes, on average; 0 where none were measured."""
+    rows = structure.ops.join(graph.ops.select("op_id", "kind", "lane", "dur_ns"), on="op_id")
+    host = rows.filter((pl.col("phase") == MESSAGE) & pl.col("kind").is_in(["gap", "launch", "cpu", "wait"]))
+    passes = rows.filter(pl.col("phase").is_in(["forward", "backward"]) & (pl.col("micro_batch") >= 0))
+    count = passes.select("rank", "phase", "micro_batch").unique().height
+    return round(host["dur_ns"].sum() / count) if count else 0

@@ -1,0 +1,366 @@
+"""Which layer, pass and phase of the model every op of a trace's graph belongs to, and how sure that is.
+
+Annotations come first: what the op table says of phases and layers. Where it names no layer, a layer is the longest
+block of operators or kernels that stands several times in a row (`repeats.tandem`), by names, shapes and, where these
+are missing, bytes; on pipeline stages of one layer each, the longest block that the stages have in common. Passes of
+several micro-batches are found so too. What a host op launches is where that op is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from lumos_nb.display import html_table, text_table
+from lumos_nb.errors import GraphError
+from lumos_nb.graph import Graph
+from lumos_nb.schema import DEVICE_KINDS, require
+from lumos_nb.workloads.llm.repeats import Ints, Tandem, common, tandem
+
+OUTSIDE = -1
+"""Layer of what is known to be in none."""
+
+ACCUMULATES = "AccumulateGrad"
+"""Autograd's node that stores a gradient: it has no forward operator, so no layer of its own."""
+
+ISSUED_RULES = ("launch", "issue", "collective", "delay")
+"""Rules whose edges tie ops that belong to one place."""
+
+MESSAGES = ("send", "recv", "send_recv")
+
+MESSAGE = "message"
+"""Phase of what goes from stage to stage, and of the calls for it."""
+
+PLACES = {
+    "op_id": pl.Int64(),
+    "rank": pl.Int32(),
+    "phase": pl.String(),
+    "layer": pl.Int32(),  # counted from 0 in the order of the forward pass; OUTSIDE of the layers
+    "micro_batch": pl.Int32(),  # number of the pass, null where there is one only
+    "run": pl.Int32(),  # number of the stretch of one phase, pass and layer, in order on its rank
+}
+"""Columns of `Structure.ops`; all but the ids are null for what was going on before the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Where every op of a graph belongs: `find_structure` makes one.
+
+    Attributes
+    ----------
+    ops
+        `PLACES`, a row an op, in the graph's order.
+    layers
+        Rank -> the layers that it holds, in order.
+    stage
+        Rank -> its place in the pipeline.
+    table
+        How sure it is: `rank`, `stage`, `phase`, `found` (annotation, repetition, stages in common, nothing), `layers`,
+        `passes`, `count` (ops in layers), `time_ns`, `share` (of the phase's time on that rank that layers cover) and
+        `confidence` (share of the rank's phases that agree on the number of layers; 1 for annotations).
+    """
+
+    ops: pl.DataFrame
+    layers: dict[int, list[int]]
+    stage: dict[int, int]
+    table: pl.DataFrame
+
+    def __repr__(self) -> str:
+        return text_table(self.table, caption=self._caption())
+
+    def _repr_html_(self) -> str:
+        return html_table(self.table, caption=self._caption())
+
+    def _caption(self) -> str:
+        layers = len({layer for of_rank in self.layers.values() for layer in of_rank})
+        return f"Structure: {layers} layers on {len(set(self.stage.values()))} pipeline stage(s) (see .ops, .table)"
+
+
+def find_structure(graph: Graph) -> Structure:
+    """Find the layers, passes and phases of a transformer's step in a trace.
+
+    Parameters
+    ----------
+    graph
+        Of one step, as `build_graph` or `rewrite` made it.
+
+    Raises
+    ------
+    GraphError
+        The graph holds several steps.
+
+    Examples
+    --------
+    >>> find_structure(build_graph(load_run(datasets.path("gpt-pp")))).layers  # doctest: +SKIP
+    {0: [0], 1: [1]}
+    """
+    require(graph, "edges")
+    own = graph.ops.filter(pl.col("kind") != "boundary")
+    if own["step"].n_unique() > 1:
+        raise GraphError("the graph holds several steps; give what build_graph made of one.")
+    rows = _in_phases(own)
+    stage = _stages(own)
+    anchors = _anchors(rows)
+    found, summary = _layers(anchors, stage)
+    placed = _filled(rows, found)
+    everywhere = _spread(graph, placed)
+    runs = _with_runs(everywhere)
+    held = placed.filter(pl.col("layer") >= 0).select("rank", "layer").unique().sort("rank", "layer")
+    layers = {int(str(rank)): rows["layer"].to_list() for (rank,), rows in held.group_by("rank", maintain_order=True)}
+    ops = graph.ops.select("op_id", "rank").join(
+        runs.drop("rank", "row", "host"), on="op_id", how="left", maintain_order="left"
+    )
+    ops = ops.select(pl.col(c).cast(dtype) for c, dtype in PLACES.items())
+    return Structure(ops, layers, stage, _table(graph, ops, summary, stage))
+
+
+_ON_THREAD = pl.col("kind").is_in(["cpu", "gap", "launch", "alloc", "wait"]) & pl.col("lane").str.starts_with("cpu:")
+
+
+def _in_phases(ops: pl.DataFrame) -> pl.DataFrame:
+    """Rows of the host's threads (of the device, where there is no host) with their `phase`, null in gaps."""
+    host = ops.filter(_ON_THREAD)
+    rows = host if host.height else ops.filter(pl.col("kind").is_in(DEVICE_KINDS))
+    sent = ops.filter(pl.col("collective").is_in(MESSAGES)).select("rank", "correlation").drop_nulls().unique()
+    rows = rows.with_row_index("row").join(sent.with_columns(sent=True), on=["rank", "correlation"], how="left")
+    message = pl.col("sent").fill_null(False) | pl.col("collective").is_in(MESSAGES).fill_null(False)
+    known = pl.when(~pl.col("phase").is_in(["other", MESSAGE]) & ~message).then("phase")
+    lane = ["rank", "lane"]
+    return rows.sort("row").with_columns(
+        phase=pl.when(pl.col("kind") == "gap").then(None).when(message).then(pl.lit(MESSAGE))
+        .otherwise(pl.coalesce(known, known.forward_fill().over(lane), known.backward_fill().over(lane), "phase"))
+    ).drop("sent")  # fmt: skip
+
+
+def _anchors(rows: pl.DataFrame) -> pl.DataFrame:
+    """What layers are found by: operators of threads, else kernels; with `token`, a number for what each does."""
+    operators = rows.filter(pl.col("kind").is_in(["cpu", *DEVICE_KINDS]) & (pl.col("phase") != MESSAGE))
+    token = pl.struct("name", "shapes", bytes=pl.col("bytes").fill_null(0)).rank("dense").cast(pl.Int64)
+    return operators.select("row", "op_id", "rank", "phase", "layer", "name", "dur_ns", token=token)
+
+
+def _stages(ops: pl.DataFrame) -> dict[int, int]:
+    """Pipeline stage of every rank: a stage's first message comes from the one before it, the first stage sends."""
+    ranks = ops["rank"].unique().sort().to_list()
+    messages = ops.filter(pl.col("collective").is_in(["send", "recv"]) & pl.col("kind").is_in(["event", "comm"]))
+    first = messages.group_by("rank", maintain_order=True).first()
+    before = dict(first.filter(pl.col("collective") == "recv").select("rank", "peer").iter_rows())
+
+    def depth(rank: int, seen: int = 0) -> int:
+        return 0 if rank not in before or seen > len(ranks) else 1 + depth(before[rank], seen + 1)
+
+    return {rank: depth(rank) for rank in ranks}
+
+
+def _layer_numbers(labels: pl.Series) -> pl.Series:
+    """Layers as numbers: labels that are, or what a path of modules counts: the outermost class with several."""
+    numbers = labels.cast(pl.Int32, strict=False)
+    if numbers.null_count() == labels.null_count():
+        return numbers
+    paths = labels.unique().drop_nulls().to_frame("label")
+    parts = paths.with_columns(part=pl.col("label").str.split("/")).explode("part")
+    parts = parts.with_columns(
+        depth=pl.int_range(pl.len()).over("label"),
+        kind=pl.col("part").str.extract(r"^(.*)_\d+$"),
+        number=pl.col("part").str.extract(r"_(\d+)$").cast(pl.Int32),
+    ).drop_nulls("number")
+    kinds = parts.group_by("depth", "kind").agg(n=pl.col("number").n_unique()).filter(pl.col("n") > 1)
+    if kinds.is_empty():
+        return pl.repeat(None, len(labels), dtype=pl.Int32, eager=True)
+    chosen = kinds.sort("depth", -pl.col("n"), "kind").head(1)
+    known = parts.join(chosen, on=["depth", "kind"]).with_columns(number=pl.col("number").rank("dense") - 1)
+    table = dict(known.select("label", "number").iter_rows())
+    return labels.replace_strict(table, default=None, return_dtype=pl.Int32)
+
+
+NOTHING, ANNOTATION, REPETITION, COMMON = "nothing", "annotation", "repetition", "stages in common"
+
+
+@dataclass(slots=True)
+class _Part:
+    """The anchors of one phase on one rank: their layers, counted on this rank, and passes as far as found."""
+
+    anchors: pl.DataFrame
+    mirrored: bool
+    how: str
+    layer: Ints
+    batch: Ints
+    one: Tandem  # where the passes stand: a pass is `period` anchors
+    count: int = 0
+
+    @classmethod
+    def of(cls, anchors: pl.DataFrame, *, mirrored: bool, several: bool) -> _Part:
+        """With passes, where a pipeline has several micro-batches; no layers yet."""
+        n = anchors.height
+        passes = tandem(anchors["token"].to_numpy()) if several else None
+        one = passes or Tandem(0, n, 1)
+        at = np.arange(n) - one.start
+        batch = np.where((at >= 0) & (at < one.period * one.times), at // one.period, -1)
+        return cls(anchors, mirrored, NOTHING, np.full(n, OUTSIDE), batch, one)
+
+    @property
+    def block(self) -> Ints:
+        """Tokens of one pass."""
+        tokens: Ints = self.anchors["token"].to_numpy()[self.one.start : self.one.start + self.one.period]
+        return tokens
+
+    def annotated(self) -> None:
+        """Layers by what the ops say; a node that accumulates is where the one before it is."""
+        said = pl.when(~pl.col("name").str.contains(ACCUMULATES)).then(pl.col("number").fill_null(OUTSIDE))
+        layer = self.anchors.select(said.forward_fill().fill_null(OUTSIDE).cast(pl.Int64)).to_series()
+        self.layer = layer.to_numpy()
+        self.how, self.count = ANNOTATION, int(np.unique(self.layer[self.layer >= 0]).size)
+
+    def repeated(self, count: int | None = None) -> None:
+        """Layers by what repeats in a pass."""
+        if found := tandem(self.block, count, mirrored=self.mirrored):
+            self.put(found, REPETITION)
+
+    def put(self, found: Tandem, how: str) -> None:
+        """Layers at these places of every pass."""
+        at = np.arange(self.anchors.height) - self.one.start
+        inside = at % self.one.period - found.start
+        number = inside // found.period
+        number = found.times - 1 - number if self.mirrored else number
+        layered = (self.batch >= 0) & (inside >= 0) & (inside < found.period * found.times)
+        self.layer = np.where(layered, number, OUTSIDE)
+        self.how, self.count = how, found.times
+
+
+def _in_common(parts: dict[int, _Part], stage: dict[int, int]) -> None:
+    """A layer on stages that hold one each: what the passes of two stages have in common, if that is more."""
+    for rank, part in parts.items():
+        others = [other for other in parts if stage[other] != stage[rank]]
+        if others:
+            nearest = min(others, key=lambda other: (abs(stage[other] - stage[rank]), other))
+            at, _, length = common(part.block, parts[nearest].block)
+            if length > (part.layer >= 0).sum() // part.one.times:
+                part.put(Tandem(at, length, 1), COMMON)
+
+
+def _layers(anchors: pl.DataFrame, stage: dict[int, int]) -> tuple[pl.DataFrame, list[dict[str, object]]]:
+    """`row`, `layer`, `micro_batch` of the anchors; and how each rank's phases were found."""
+    anchors = anchors.with_columns(number=_layer_numbers(anchors["layer"]))
+    annotated = anchors["number"].is_not_null().any()
+    several = max(stage.values(), default=0) > 0
+    parts: dict[str, dict[int, _Part]] = {}
+    for (phase, rank), rows in anchors.group_by("phase", "rank", maintain_order=True):
+        passes = several and phase != "optimizer"
+        parts.setdefault(str(phase), {})[int(str(rank))] = _Part.of(rows, mirrored=phase == "backward", several=passes)
+    for phase in ("forward", "backward", "other"):
+        for part in parts.get(phase, {}).values():
+            part.annotated() if annotated else part.repeated()
+        if not annotated:
+            _in_common(parts.get(phase, {}), stage)
+    held = {rank: part.count for rank, part in parts.get("forward", {}).items()}
+    for rank, part in parts.get("optimizer", {}).items():
+        if held.get(rank, 0) > 1:
+            part.repeated(held[rank])
+    _in_common({r: p for r, p in parts.get("optimizer", {}).items() if held.get(r) == 1}, stage)
+    numbers = _numbers(parts.get("forward", {}), stage)
+    frames, summary = [], []
+    for phase, of_phase in parts.items():
+        for rank, part in of_phase.items():
+            own = numbers.get(rank, np.arange(part.count)) if part.how != ANNOTATION else None
+            layer = part.layer if own is None else np.where(part.layer < 0, OUTSIDE, np.append(own, 0)[part.layer])
+            frames.append(part.anchors.select("row", layer=layer, micro_batch=part.batch))
+            summary.append(
+                {"rank": rank, "phase": phase, "found": part.how, "layers": part.count, "passes": part.one.times}
+            )
+    return pl.concat(frames), summary
+
+
+def _numbers(forward: dict[int, _Part], stage: dict[int, int]) -> dict[int, Ints]:
+    """Rank -> the numbers in the whole model of the layers that it holds."""
+    counts = {stage[rank]: part.count for rank, part in sorted(forward.items())}
+    numbers = {}
+    for rank, part in forward.items():
+        if part.how == ANNOTATION:
+            numbers[rank] = np.unique(part.layer[part.layer >= 0])
+        else:
+            numbers[rank] = sum(n for s, n in counts.items() if s < stage[rank]) + np.arange(part.count)
+    return numbers
+
+
+def _filled(rows: pl.DataFrame, found: pl.DataFrame) -> pl.DataFrame:
+    """Every row of a thread where its anchor is: a call with what was before it, a gap with what follows it."""
+    rows = rows.drop("layer", "micro_batch").join(found, on="row", how="left", maintain_order="left")
+    lane, gap = ["rank", "lane"], pl.col("kind") == "gap"
+    around = [*lane, "phase"]
+    rows = rows.with_columns(
+        layer=pl.when(pl.col("phase") == MESSAGE).then(OUTSIDE).otherwise(pl.col("layer").forward_fill().over(around)),
+        micro_batch=pl.col("micro_batch").forward_fill().over(lane),
+    ).with_columns(pl.when(~gap).then(c).alias(c) for c in ("phase", "layer", "micro_batch"))
+    rows = rows.with_columns(pl.col("layer").fill_null(OUTSIDE), pl.col("micro_batch").fill_null(OUTSIDE))
+    rows = rows.with_columns(pl.when(~gap).then(c).alias(c) for c in ("layer", "micro_batch"))
+    return rows.with_columns(
+        pl.coalesce(c, pl.col(c).backward_fill().over(lane), pl.col(c).forward_fill().over(lane))
+        for c in ("phase", "layer", "micro_batch")
+    )
+
+
+def _spread(graph: Graph, placed: pl.DataFrame) -> pl.DataFrame:
+    """What host rows issue is where they are, and joins are where their first member is; the rest by its lane."""
+    columns = ("phase", "layer", "micro_batch")
+    known = placed.select("op_id", *columns)
+    calls = graph.ops.filter(pl.col("kind") == "launch").select("rank", "correlation", "op_id").drop_nulls()
+    calls = calls.unique(["rank", "correlation"]).join(known, on="op_id").drop("op_id")
+    issued = graph.ops.select("op_id", "rank", "correlation").join(calls, on=["rank", "correlation"])
+    known = pl.concat([known, issued.join(known, on="op_id", how="anti").select(known.columns)])
+    rows = graph.ops.filter(pl.col("kind") != "boundary").select("op_id", "rank", "lane").with_row_index("row")
+    edges = graph.edges.filter(pl.col("rule").is_in(ISSUED_RULES))
+    backward = edges.filter(pl.col("rule") == "delay").select(src="dst", dst="src")
+    near = pl.concat([edges.filter(pl.col("rule") != "collective").select("src", "dst"), backward])
+    for ties in (near, pl.concat([near, edges.select("src", "dst")])):
+        while True:
+            more = ties.join(known, left_on="src", right_on="op_id").drop("src").rename({"dst": "op_id"})
+            more = more.join(known, on="op_id", how="anti").unique("op_id", keep="first", maintain_order=True)
+            if more.is_empty():
+                break
+            known = pl.concat([known, more.select(known.columns)])
+    rows = rows.join(known, on="op_id", how="left", maintain_order="left").with_columns(
+        host=pl.col("op_id").is_in(placed["op_id"].implode())
+    )
+    return rows.with_columns(
+        pl.coalesce(c, pl.col(c).forward_fill().over("rank", "lane"), pl.col(c).backward_fill().over("rank", "lane"))
+        for c in columns
+    )
+
+
+def _with_runs(rows: pl.DataFrame) -> pl.DataFrame:
+    """Number the stretches of one phase, pass and layer on each rank; what is issued has its issuer's number."""
+    same = pl.struct("phase", "layer", "micro_batch")
+    host = rows.filter("host").select(
+        "row", "rank", "phase", "layer", "micro_batch",
+        run=(same != same.shift(1)).fill_null(True).cum_sum().over("rank").cast(pl.Int32),
+    )  # fmt: skip
+    key = ["rank", "phase", "layer", "micro_batch"]
+    placed = rows.join_asof(host.select(*key, "row", "run").sort("row"), on="row", by=key, check_sortedness=False)
+    nearest = pl.coalesce("run", pl.col("run").forward_fill().over("rank"), pl.col("run").backward_fill().over("rank"))
+    return placed.sort("row").with_columns(run=nearest)
+
+
+def _table(graph: Graph, ops: pl.DataFrame, summary: list[dict[str, object]], stage: dict[int, int]) -> pl.DataFrame:
+    """`Structure.table`."""
+    timed = ops.with_columns(graph.ops["dur_ns"]).drop_nulls("phase")
+    inside = pl.col("layer") >= 0
+    spent = timed.group_by("rank", "phase").agg(
+        count=inside.sum().cast(pl.Int64),
+        time_ns=pl.col("dur_ns").filter(inside).sum(),
+        share=pl.col("dur_ns").filter(inside).sum() / pl.col("dur_ns").sum(),
+    )
+    schema = {"rank": pl.Int32, "phase": pl.String, "found": pl.String, "layers": pl.Int64, "passes": pl.Int64}
+    table = pl.DataFrame(summary, schema=schema, orient="row").join(spent, on=["rank", "phase"], how="left")
+    agree = (pl.col("layers") == pl.col("layers").mode().max()).mean().over("rank")
+    table = table.filter(pl.col("phase") != "other").with_columns(
+        stage=pl.col("rank").replace_strict(stage, return_dtype=pl.Int32),
+        confidence=pl.when(pl.col("found") == ANNOTATION)
+        .then(1.0)
+        .when(pl.col("found") == NOTHING)
+        .then(0.0)
+        .otherwise(agree),
+    )
+    columns = ("rank", "stage", "phase", "found", "layers", "passes", "count", "time_ns", "share", "confidence")
+    return table.select(columns).sort("rank", maintain_order=True)

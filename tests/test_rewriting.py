@@ -1,0 +1,234 @@
+"""A measured step under another model, batch or layout: nothing changes but what changes, and edits compose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from lumos_nb import datasets, whatif
+from lumos_nb.costs.calibration import load_calibration
+from lumos_nb.critical_path import replay
+from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.graph import Graph, build_graph
+from lumos_nb.layout import Parallelism
+from lumos_nb.traces.run import Run, load_run
+from lumos_nb.workloads.llm.retiming import KERNEL
+from lumos_nb.workloads.llm.rewriting import Rewritten, rewrite
+from lumos_nb.workloads.llm.structure import find_structure
+
+RUNS = ("gpt-single", "gpt-ddp", "gpt-tp", "gpt-pp")
+WIDER = {"hidden": 256, "ffn": 1024}
+
+
+@cache
+def run_of(name: str) -> Run:
+    return load_run(datasets.path(name))
+
+
+@cache
+def graph_of(name: str) -> Graph:
+    return build_graph(run_of(name))
+
+
+@cache
+def same(name: str) -> Rewritten:
+    """The run's own step, which remembers its kernels."""
+    return rewrite(graph_of(name), run=run_of(name))
+
+
+@cache
+def edited(name: str, **sizes: Any) -> Rewritten:
+    return rewrite(same(name), **sizes)
+
+
+def step_ns(graph: Graph) -> int:
+    return replay(graph).step_ns
+
+
+def forgotten(graph: Rewritten) -> Rewritten:
+    """A rewritten graph that does not know what it was made from, as after another edit."""
+    return replace(graph, measured=None)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_setup_is_read_from_the_trace(name: str) -> None:
+    model, layout, train = edited(name).setup or (None, None, None)
+    assert model
+    assert layout
+    assert train
+    sizes = (model.layers, model.hidden, model.heads, model.ffn, model.vocab, model.max_seq, model.gated, model.norm)
+    assert sizes == (2, 128, 4, 512, 512, 64, False, "layer")
+    other = {"gpt-ddp": "dp", "gpt-tp": "tp", "gpt-pp": "pp"}.get(name)
+    assert {axis: getattr(layout, axis) for axis in ("tp", "pp", "dp")} == {
+        axis: 2 if axis == other else 1 for axis in ("tp", "pp", "dp")
+    }
+    assert (train.seq, train.dtype, train.global_batch) == (64, "fp32", 16 if other == "dp" else 8)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_identity_gives_the_same_time(name: str) -> None:
+    for graph in (same(name), edited(name)):
+        assert step_ns(graph) == step_ns(graph_of(name))
+        assert graph.ops.equals(graph_of(name).ops)
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "back"),
+    [
+        ("gpt-single", {"layers": 4}, {"layers": 2}),
+        ("gpt-single", {"layers": 1}, {"layers": 2}),
+        ("gpt-single", WIDER, {"hidden": 128, "ffn": 512}),
+        ("gpt-single", {"micro_batch": 2, "pp": 2}, {"micro_batch": 8, "pp": 1}),
+        ("gpt-pp", {"layers": 8, "micro_batch": 1}, {"layers": 2, "micro_batch": 2}),
+        ("gpt-tp", {"tp": 1}, {"tp": 2}),
+        ("gpt-ddp", {"dp": 1, "global_batch": 8}, {"dp": 2, "global_batch": 16}),
+    ],
+    ids=["more layers", "fewer", "width", "stages", "layers and micro-batches", "tensor ranks", "replicas"],
+)
+def test_there_and_back_is_as_measured(name: str, there: dict[str, Any], back: dict[str, Any]) -> None:
+    made = edited(name, **there)
+    assert step_ns(made) != step_ns(graph_of(name))
+    assert step_ns(rewrite(made, **back)) == step_ns(graph_of(name))
+
+
+@pytest.mark.parametrize(
+    ("there", "back"),
+    [
+        ({"layers": 4}, {"layers": 2}),
+        (WIDER, {"hidden": 128, "ffn": 512}),
+        ({"micro_batch": 16, "global_batch": 16}, {}),
+    ],
+    ids=["layers", "width", "batch"],
+)
+def test_there_and_back_without_memory_is_within_a_thousandth(there: dict[str, Any], back: dict[str, Any]) -> None:
+    made = forgotten(edited("gpt-single", **there))
+    again = rewrite(made, **(back or {"micro_batch": 8, "global_batch": 8}))
+    assert step_ns(again) == pytest.approx(step_ns(graph_of("gpt-single")), rel=1e-3)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"layers": 4}, WIDER), (WIDER, {"layers": 6}), ({"seq": 128, "max_seq": 128}, {"layers": 4})],
+    ids=["layers, then width", "width, then layers", "sequence, then layers"],
+)
+def test_edits_compose(first: dict[str, Any], second: dict[str, Any], *, remembers: bool) -> None:
+    one = edited("gpt-single", **first)
+    turned = rewrite(one if remembers else forgotten(one), **second)
+    assert step_ns(turned) == pytest.approx(step_ns(edited("gpt-single", **first, **second)), rel=1e-3)
+
+
+def test_an_edit_of_a_rewritten_graph_is_not_lost() -> None:
+    deep = edited("gpt-single", layers=4)
+    slow = whatif.scale(deep, pl.col("name") == "aten::linear", 3)
+    assert isinstance(slow, Rewritten)
+    back = rewrite(slow, layers=2)
+    plain = whatif.scale(graph_of("gpt-single"), pl.col("name") == "aten::linear", 3)
+    assert step_ns(back) == pytest.approx(step_ns(plain), rel=0.02)
+
+
+def test_layers_repeat_with_all_that_is_in_them() -> None:
+    graph = graph_of("gpt-single")
+    inside = find_structure(graph).ops["layer"] >= 0
+    in_layers = graph.ops.filter(inside.fill_null(value=False))["dur_ns"].sum()
+    assert step_ns(edited("gpt-single", layers=6)) == pytest.approx(step_ns(graph) + 2 * in_layers, abs=10_000)
+    assert find_structure(edited("gpt-single", layers=6)).layers == {0: [0, 1, 2, 3, 4, 5]}
+
+
+def test_kernels_take_the_ratio_of_two_predictions() -> None:
+    graph, wide = graph_of("gpt-single"), edited("gpt-single", **WIDER)
+    before, after = edited("gpt-single").parts, wide.parts
+    cal = load_calibration("cpu")
+    prices = [cal.predict_kernels(parts.select(*KERNEL))["dur_us"].to_numpy() for parts in (before, after)]
+    known = (before["op"] == "gemm").to_numpy()
+    assert after.filter(pl.Series(known)).select(pl.max("n", "k")).row(0) == (1024, 1024)
+    expected = before["time_ns"].to_numpy() * prices[1] / prices[0]
+    np.testing.assert_allclose(after["time_ns"].to_numpy()[known], expected[known])
+    added = (after["time_ns"] - before["time_ns"]).sum()
+    assert wide.ops["dur_ns"].sum() - graph.ops["dur_ns"].sum() == pytest.approx(added, abs=500)
+
+
+def test_gaps_do_not_grow_with_the_model() -> None:
+    wide = edited("gpt-single", **WIDER)
+    gaps = [graph.ops.filter(pl.col("kind") == "gap")["dur_ns"] for graph in (graph_of("gpt-single"), wide)]
+    assert gaps[0].equals(gaps[1])
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batch", "schedule", "chunks"), [(2, 2, "1f1b", 1), (4, 1, "1f1b", 1), (2, 1, "interleaved", 2)]
+)
+def test_stages_pass_on_what_they_made(stages: int, micro_batch: int, schedule: str, chunks: int) -> None:
+    to = Parallelism(pp=stages, schedule=schedule, chunks=chunks)  # type: ignore[arg-type]
+    made = rewrite(same("gpt-single"), to, layers=8, micro_batch=micro_batch)
+    micro_batches = 8 // micro_batch
+    assert made.ops["rank"].unique().sort().to_list() == list(range(stages))
+    sends = made.ops.filter(pl.col("collective") == "send", pl.col("kind") == "comm")
+    assert sends.height == 2 * (stages * chunks - 1) * micro_batches
+    ends = replay(made).step_ends.filter(step=made.step)
+    assert step_ns(made) < step_ns(edited("gpt-single", layers=8, micro_batch=micro_batch))
+    assert ends.height == stages
+    assert find_structure(made).stage == {rank: rank for rank in range(stages)}
+
+
+def test_replicas_add_up_gradients_before_the_optimizer() -> None:
+    made = edited("gpt-single", dp=2, global_batch=16)
+    result = replay(made)
+    comm = result.ops.filter(pl.col("kind") == "comm")
+    assert comm["group"].unique().to_list() == ["dp"]
+    assert comm["dur_ns"].min() > 0
+    ends = (comm["start_ns"] + comm["dur_ns"]).max()
+    first = find_structure(made).ops.filter(pl.col("phase") == "optimizer")["op_id"]
+    steps = result.ops.filter(pl.col("op_id").is_in(first.implode()), pl.col("name").str.contains("addcdiv"))
+    assert steps["start_ns"].min() >= ends  # type: ignore[operator]
+
+
+def test_tensor_ranks_add_up_twice_a_layer_and_pass() -> None:
+    made = edited("gpt-single", tp=2)
+    comm = made.ops.filter(pl.col("kind") == "comm")
+    assert comm["comm_bytes"].to_list() == [8 * 64 * 128 * 4] * 8
+    products = made.parts.filter(pl.col("op") == "gemm", (pl.col("n") == 64) | (pl.col("k") == 64))
+    assert products.height == 2 * 4 * 3  # attention's, cut to 64 of 128
+
+
+def test_what_is_gone_is_not_waited_for() -> None:
+    alone = edited("gpt-ddp", dp=1, global_batch=8)
+    assert alone.ops["rank"].unique().to_list() == [0]
+    assert not alone.ops["kind"].is_in(["comm", "join"]).any()
+
+
+def test_the_report_says_what_was_done() -> None:
+    report = edited("gpt-pp", layers=4, micro_batch=4).report
+    said = report.filter(pl.col("what").is_in(["inserted", "dropped", "timed anew", "could not see"]))
+    assert set(said["what"]) == {"inserted", "dropped", "timed anew", "could not see"}
+    assert (said["count"] > 0).all()
+    assert (said["time_ns"] >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "words"),
+    [
+        ({"depth": 4}, InputError, "no field of Transformer, Parallelism or Training"),
+        ({"heads": 3}, LayoutError, "heads is 3"),
+        ({"pp": 2, "schedule": "zb-h1", "micro_batch": 2}, LayoutError, "not split"),
+        ({"pp": 3}, LayoutError, "pp is 3"),
+        ({"seq": 128}, LayoutError, "max_seq"),
+    ],
+    ids=["unknown field", "impossible model", "split backward", "uneven stages", "positions"],
+)
+def test_what_cannot_be_is_refused(sizes: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        rewrite(same("gpt-single"), **sizes)
+
+
+def test_what_is_missing_is_asked_for() -> None:
+    with pytest.raises(InputError, match="Give the run"):
+        rewrite(graph_of("gpt-single"), layers=4)
+    on_device = pl.when(pl.col("kind") == "cpu").then(pl.lit("kernel")).otherwise("kind")
+    cuda = graph_of("gpt-single").ops.with_columns(kind=on_device, device=pl.lit(0, pl.Int32))
+    with pytest.raises(InputError, match="calibration="):
+        rewrite(replace(graph_of("gpt-single"), ops=cuda), of=same("gpt-single").setup, layers=4)
