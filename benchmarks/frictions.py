@@ -6,7 +6,7 @@
 * Host: time between two launches; how many kernels a layer is.
 * Gaps between kernels of a busy stream, and whether products slow down while a recording goes on.
 
-The constants of `lumos_nb/workloads/llm/frictions.py` are these figures; no step time had a part in them.
+Those of `datasets/surcharges.json` that traces can tell are these; no step time had a part in them.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One step: batches in sequences of `seq` tokens, number formats, recomputation, optimizer and what overlaps.
 
     `recompute` "selective" repeats the attention core, "full" every layer from its input. `flash` attention keeps no
-    seq x seq matrices; `dropout` keeps masks. `master` holds weights and optimizer states in fp32 beside those of
+    seq x seq matrices, and `attention` is the implementation whose price it has (of those that a calibration knows; ""
+    is the fastest of them); `dropout` keeps masks. `master` holds weights and optimizer states in fp32 beside those of
     `dtype`. `capacity` is the experts' capacity factor (0: no token is dropped) and `imbalance` the ratio of the
     busiest expert rank's tokens to the mean. `bucket_bytes` is what one reduction of gradients takes (0: all at once).
 
@@ -153,8 +154,9 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     What runs beside products: `overlap_grads` sums of gradients, `overlap_weights` gathered weights (of ZeRO 1 and 2 in
     the next step's first pass, of ZeRO 3 one unit ahead), `overlap_pp` messages between stages, `overlap_wgrad` sums of
     a layer's input gradients (beside the product for its weights' gradients), `overlap_tp` all tensor-parallel
-    collectives, piece by piece. `launch_us` is what the host takes to issue an op of the step; 0 is never too late (as
-    with CUDA graphs).
+    collectives, piece by piece. `kernels` tells how what is no product is made: by kernels fused by hand (Megatron,
+    Transformer Engine), by a compiler, or one by one; `launch_us` is what the host takes to issue a row of the step
+    (None: what is usual for such kernels; 0: it is never late, as with CUDA graphs).
 
     Raises
     ------
@@ -169,6 +171,7 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     grad_dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
     recompute: Literal["none", "selective", "full"] = "none"
     flash: bool = True
+    attention: str = "FlashAttention-2"
     dropout: bool = False
     optimizer: Literal["adam", "momentum", "sgd"] = "adam"
     master: bool = True
@@ -185,13 +188,14 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overlap_tp: bool = False
     overlap_wgrad: bool = True
     overlap_pp: bool = True
-    launch_us: float = 0.0
+    kernels: Literal["fused", "compiled", "eager"] = "fused"
+    launch_us: float | None = None
 
     def __post_init__(self) -> None:
         self._positive("bucket_bytes", "prefetch", "logit_bytes")
         if not 0 <= self.capacity < math.inf:
             raise self.refusal("capacity", "give the capacity factor of experts, or 0 where no token is dropped")
-        if not 0 <= self.launch_us < math.inf:
+        if not 0 <= (self.launch_us or 0) < math.inf:
             raise self.refusal("launch_us", "give what the host takes to issue an op, or 0 where it never is late")
         if not 1 <= self.imbalance < math.inf:
             raise self.refusal("imbalance", "give the busiest rank's share over the mean: at least 1")

@@ -22,12 +22,14 @@ from lumos_nb.workloads.llm.contention import overlap_ns
 from lumos_nb.workloads.llm.estimates import Estimate, estimate, stages_of
 from lumos_nb.workloads.llm.schedule import as_graph, schedule
 from lumos_nb.workloads.llm.stages import work
+from lumos_nb.workloads.llm.surcharges import Surcharges
 
 SIZES: dict[str, Any] = {"layers": 8, "hidden": 1024, "heads": 16, "ffn": 4096, "vocab": 32000}
 LLAMA = Transformer(**SIZES)
 MOE = Transformer(**SIZES, moe=Moe(experts=8, topk=2, ffn=512))
 DEEPSEEK = Transformer(**SIZES, moe=Moe(experts=8, topk=2, ffn=512, shared=1, first=1), mla=Mla(kv_rank=64, q_rank=96))
 H100 = load_calibration("H100-SXM-80GB")
+NONE = Surcharges()
 INSIDE, BETWEEN = find_fabric("NVLink4 NVSwitch"), find_fabric("InfiniBand NDR 400")
 
 
@@ -44,13 +46,13 @@ def cluster(gpus: int, faster: float = 1.0) -> Cluster:
 def of(layout: Parallelism, model: Transformer = LLAMA, *, faster: float = 1.0, **train: Any) -> Estimate:
     """The estimate of a layout."""
     made = Training(**{"micro_batch": 1, "global_batch": 16, "seq": 1024, **train})
-    return estimate(model, layout, made, cluster(layout.world, faster), H100)
+    return estimate(model, layout, made, cluster(layout.world, faster), H100, surcharges=NONE)
 
 
 def flat(layout: Parallelism, train: Training, took_us: float) -> list[pl.DataFrame]:
     """Work tables in which every product takes as long and nothing else takes any time."""
     price = pl.when((pl.col("kind") == "compute") & (pl.col("when") == "each")).then(took_us).otherwise(0.0)
-    priced = {name: price for name in ("dur_us", "low_us", "high_us")}
+    priced = dict.fromkeys(("dur_us", "low_us", "high_us"), price)
     return [
         work(LLAMA, layout, train, depth).with_columns(stage=pl.lit(stage), **priced)
         for depth, stage in enumerate(stages_of(layout))
@@ -192,11 +194,12 @@ def test_more_layers_never_speed_a_step(sizes: dict[str, Any], train: dict[str, 
 def test_what_does_not_go_together_is_refused_before_anything_is_priced() -> None:
     with pytest.raises(LayoutError, match=r"heads \(16\) is no multiple"):
         of(Parallelism(tp=3))
+    one, train = Parallelism(), Training(micro_batch=1, global_batch=1, seq=128)
+    older = Cluster(gpu="A100-SXM-80GB", nodes=1, gpus_per_node=1)
     with pytest.raises(InputError, match="the calibration is of H100-SXM-80GB, the cluster of A100"):
-        where = Cluster(gpu="A100-SXM-80GB", nodes=1, gpus_per_node=1)
-        estimate(LLAMA, Parallelism(), Training(micro_batch=1, global_batch=1, seq=128), where, H100)
+        estimate(LLAMA, one, train, older, H100)
     with pytest.raises(InputError, match="give one of load_calibration"):
-        estimate(LLAMA, Parallelism(), Training(micro_batch=1, global_batch=1, seq=128), cluster(1), "h100")  # type: ignore[arg-type]
+        estimate(LLAMA, one, train, cluster(1), "h100")  # type: ignore[arg-type]
 
 
 def test_a_gpu_of_ones_own_is_priced_by_its_sheet() -> None:

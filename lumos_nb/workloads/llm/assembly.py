@@ -112,7 +112,8 @@ def assembled(tables: Sequence[pl.DataFrame], layout: Parallelism, train: Traini
     Parameters
     ----------
     tables
-        The priced work table of every virtual stage, in their order.
+        The priced work table of every virtual stage, in their order; with `launch_us`, what the host takes to issue
+        each row, where it may be late.
     layout, train
         The schedule, the number of micro-batches, and what overlaps.
 
@@ -121,7 +122,8 @@ def assembled(tables: Sequence[pl.DataFrame], layout: Parallelism, train: Traini
     step
         Every row of every pass, with its waits.
     """
-    table = pl.concat([rows.with_columns(depth=pl.lit(depth)) for depth, rows in enumerate(tables)])
+    depth = np.repeat(np.arange(len(tables), dtype=np.int32), [len(rows) for rows in tables])
+    table = pl.concat(tables).with_columns(depth=depth)
     plan = schedule(layout.schedule, layout.pp, train.micro_batches(layout), layout.chunks)
     plan = plan.with_columns(pl.col("phase").cast(pl.String))
     table, pages = _pages(table, plan, train)
@@ -135,7 +137,7 @@ Pages = dict[tuple[int, str, bool], Ints]
 
 
 def _pages(table: pl.DataFrame, plan: pl.DataFrame, train: Training) -> tuple[pl.DataFrame, Pages]:
-    """Which rows make which pass; with `launch_us` each begins with the host's op, which the table gets too."""
+    """Which rows make which pass; where the host takes time each begins with its op, which the table gets too."""
     split = bool((plan["phase"] == "backward_weight").any())
     by_weight = (pl.col("phase") == "backward_weight") | (pl.col("part") == "gradients")
     back = pl.when(by_weight).then(pl.lit("backward_weight")).otherwise(pl.lit("backward_input"))
@@ -154,10 +156,11 @@ def _pages(table: pl.DataFrame, plan: pl.DataFrame, train: Training) -> tuple[pl
         for last in (False, True)
         for (depth, made), page in passes.filter(last | (pl.col("when") != "last")).group_by("depth", "made")
     }
-    if not train.launch_us:
+    launch_us = table["launch_us"].to_numpy() if "launch_us" in table.columns else np.zeros(len(table))
+    if not launch_us.any():
         return table, pages
     launched = {key: page for key, page in pages.items() if key[1] != "new weights"}
-    took = [len(page) * train.launch_us for page in launched.values()]
+    took = [float(launch_us[page].sum()) for page in launched.values()]
     host = pl.DataFrame({"dur_us": took, "low_us": took, "high_us": took}).with_columns(
         pl.lit(text).alias(name) for name, text in HOST_ROW.items()
     )
@@ -382,9 +385,11 @@ def _messages(rows: _Rows, sends: Bools, recvs: Bools) -> Iterator[Waits]:
 
 def _launches(rows: _Rows) -> Iterator[Waits]:
     """The host issues the ops of a pass one after another."""
-    if not rows.train.launch_us:
+    host = rows.lane == HOST
+    if not host.any():
         return
-    issued = rows.before(rows.lane == HOST)
-    dst = np.flatnonzero((rows.lane != HOST) & (issued >= 0))
-    lag_us = (dst - issued[dst]).astype(np.float64) * rows.train.launch_us
+    issued = rows.before(host)
+    dst = np.flatnonzero(~host & (issued >= 0))
+    taken = np.cumsum(np.where(host, 0.0, rows.table["launch_us"].fill_null(0).to_numpy()[rows.row]))
+    lag_us = taken[dst] - taken[issued[dst]]
     yield Waits(issued[dst], dst, "launch", lag_us, from_start=True)

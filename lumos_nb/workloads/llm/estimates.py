@@ -10,11 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from lumos_nb.config import gpus, same_name
 from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
-from lumos_nb.critical_path import Result
-from lumos_nb.critical_path import replay as replayed
+from lumos_nb.critical_path import Result, replay
 from lumos_nb.display import format_bytes, format_ns, html_table, text_table
 from lumos_nb.errors import InputError
 from lumos_nb.graph import Graph
@@ -22,10 +22,11 @@ from lumos_nb.layout import Cluster, Parallelism, Training, check
 from lumos_nb.partition import breakdown
 from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.llm.assembly import Step, assembled
-from lumos_nb.workloads.llm.contention import slowed
+from lumos_nb.workloads.llm.contention import slowed_ns
 from lumos_nb.workloads.llm.memory import memory
 from lumos_nb.workloads.llm.pricing import priced
 from lumos_nb.workloads.llm.stages import work
+from lumos_nb.workloads.llm.surcharges import Surcharges, bundled
 
 NORMAL_90 = 1.645
 """Standard deviations on each side of a normal 90 % interval."""
@@ -43,8 +44,8 @@ class Estimate:
         Name of what priced it.
     step
         Rows and waits; `graph` is the same as tables.
-    result
-        The replayed graph: one rank for each pipeline stage, which stands for all that are equal to it.
+    dur_ns, step_ns
+        What each op takes, what runs beside it in view (n,), and the step.
     assumptions
         What was taken for granted because nobody said it (`estimate_row`).
     """
@@ -55,18 +56,24 @@ class Estimate:
     cluster: Cluster
     calibration: str
     step: Step
-    result: Result
+    dur_ns: NDArray[np.int64]
+    step_ns: int
     assumptions: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def graph(self) -> Graph:
-        """The workload: ops and edges."""
-        return self.result.graph
+        """The workload: ops and edges, of one rank for each pipeline stage, which stands for all that are equal."""
+        return self.step.graph(self.dur_ns / 1e3)
+
+    @cached_property
+    def result(self) -> Result:
+        """The replayed graph."""
+        return replay(self.graph)
 
     @property
     def step_s(self) -> float:
         """Time of a step."""
-        return self.result.step_ns / 1e9
+        return self.step_ns / 1e9
 
     @cached_property
     def spread(self) -> float:
@@ -78,7 +85,7 @@ class Estimate:
         rows = table[self.step.row[path["op_id"].to_numpy()]]
         width = (pl.col("high_us") / pl.col("low_us")).log().fill_nan(0) / (2 * NORMAL_90)
         errs = rows.select("family", err=path["path_ns"] * width).group_by("family").agg(pl.col("err").sum())
-        return float(errs.select((pl.col("err") ** 2).sum().sqrt()).item()) / self.result.step_ns
+        return float(errs.select((pl.col("err") ** 2).sum().sqrt()).item()) / self.step_ns
 
     @property
     def low_s(self) -> float:
@@ -136,15 +143,15 @@ class Estimate:
         """`basis` ("measured", "transferred", "data sheet", "waiting") and `share` of the critical path."""
         path = self.result.path.filter(pl.col("path_ns") > 0)
         rows = self.step.table[self.step.row[path["op_id"].to_numpy()]].select("basis", time=path["path_ns"])
-        shares = rows.group_by("basis").agg(share=pl.col("time").sum() / self.result.step_ns)
+        shares = rows.group_by("basis").agg(share=pl.col("time").sum() / self.step_ns)
         rest = pl.DataFrame({"basis": "waiting", "share": max(0.0, 1 - float(shares["share"].sum()))})
-        return pl.concat([shares, rest]).sort("share", descending=True)
+        every: pl.DataFrame = pl.concat([shares, rest])
+        return every.sort("share", descending=True)
 
     @cached_property
     def memory(self) -> pl.DataFrame:
         """Bytes by pipeline rank and class, at each rank's peak, as `memory` gives them."""
-        found: pl.DataFrame = memory(self.model, self.layout, self.train)
-        return found
+        return memory(self.model, self.layout, self.train)
 
     @property
     def peak_bytes(self) -> int:
@@ -167,7 +174,7 @@ class Estimate:
             yield f"{unmeasured:.0%} of the critical path is priced by data sheets alone: nothing like it was measured"
         host = self.breakdown.filter(pl.col("part") == "host_bound")["share"].max()
         if isinstance(host, float) and host > UNMEASURED:
-            yield f"the host is late for {host:.0%} of the step: launch_us ({self.train.launch_us}) decides"
+            yield f"the host is late for {host:.0%} of the step: launch_us and kernels of Training decide"
 
     def __repr__(self) -> str:
         return text_table(self._summary(), caption=self._caption())
@@ -177,12 +184,12 @@ class Estimate:
 
     def _caption(self) -> str:
         on = f"{self.cluster.gpus} x {self.cluster.gpu_sheet.name}"
-        return f"A step of {self.model.name or 'the model'} on {on}: {format_ns(self.result.step_ns)}"
+        return f"A step of {self.model.name or 'the model'} on {on}: {format_ns(self.step_ns)}"
 
     def _summary(self) -> pl.DataFrame:
         low, high = format_ns(round(self.low_s * 1e9)), format_ns(round(self.high_s * 1e9))
         rows = [
-            ("step", f"{format_ns(self.result.step_ns)} ({low} to {high})"),
+            ("step", f"{format_ns(self.step_ns)} ({low} to {high})"),
             ("tokens/s", f"{self.tokens_per_s:,.0f} ({self.tokens_per_s_per_gpu:,.0f} a GPU)"),
             ("MFU, HFU", f"{self.mfu:.1%}, {self.hfu:.1%}"),
             ("bubble", f"{self.bubble:.1%}"),
@@ -204,6 +211,8 @@ def estimate(
     train: Training,
     cluster: Cluster,
     calibration: Calibration | None = None,
+    *,
+    surcharges: Surcharges | None = None,
 ) -> Estimate:
     """Predict a training step from configuration alone.
 
@@ -216,6 +225,8 @@ def estimate(
         What is trained, how it is spread, in what batches, on what.
     calibration
         Prices; of the cluster's GPU by default.
+    surcharges
+        What a step costs beyond its rows' prices; the bundled ones by default, `Surcharges()` for none.
 
     Returns
     -------
@@ -237,17 +248,31 @@ def estimate(
     >>> 0.3 < found.mfu < 0.8
     True
     """
-    check(model, layout, train, cluster)
     prices = prices_of(cluster, calibration)
+    tables = tables_of(model, layout, train, cluster, prices)
+    found = laid_out(tables, layout, train, cluster, bundled().every if surcharges is None else surcharges)
+    return Estimate(model, layout, train, cluster, prices.name, *found)
+
+
+def tables_of(
+    model: Transformer, layout: Parallelism, train: Training, cluster: Cluster, prices: Calibration
+) -> list[pl.DataFrame]:
+    """The priced work table of every virtual stage."""
+    check(model, layout, train, cluster)
     tables = [
         work(model, layout, train, depth).with_columns(stage=pl.lit(stage))
         for depth, stage in enumerate(stages_of(layout))
     ]
     together = priced(pl.concat(tables), layout, cluster, prices)
-    ends = np.cumsum([0, *map(len, tables)])
-    step = assembled([together[a:b] for a, b in pairwise(ends)], layout, train)
-    result = replayed(step.graph())
-    return Estimate(model, layout, train, cluster, prices.name, step, slowed(step, result))
+    return [together[a:b] for a, b in pairwise(np.cumsum([0, *map(len, tables)]))]
+
+
+def laid_out(
+    tables: list[pl.DataFrame], layout: Parallelism, train: Training, cluster: Cluster, extra: Surcharges
+) -> tuple[Step, NDArray[np.int64], int]:
+    """The step of priced tables with its surcharges, how long each of its ops takes, and the step's time in ns."""
+    step = assembled([extra.applied(table, train, cluster) for table in tables], layout, train)
+    return step, *slowed_ns(step, step.graph(), extra.compute_slowed, extra.comm_slowed)
 
 
 def stages_of(layout: Parallelism) -> list[int]:

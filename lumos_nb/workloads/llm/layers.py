@@ -36,6 +36,7 @@ WORK: Mapping[str, pl.DataType] = {
     **{name: pl.Int64() for name in ("kv_heads", "head_dim", "head_dim_v")},
     "causal": pl.Boolean(),
     "accumulate": pl.Boolean(),
+    "method": pl.String(),  # of attention: the implementation
     "collective": pl.String(),  # as dry_run's: all_reduce, all_gather, reduce_scatter, all_to_all, send, recv
     "group": pl.String(),  # one of layout.GROUPS
     "group_size": pl.Int32(),
@@ -223,6 +224,7 @@ class Rank:
         if self.train.flash:
             row |= {"op": "attention", "seq_q": seq_q, "seq_kv": seq_kv, "heads": heads, "kv_heads": keys}
             row |= {"head_dim": model.head, "head_dim_v": model.head_v, "causal": causal}
+            row["method"] = self.train.attention or None
             return Block([row | {"pass": "fwd"}], [row | {"pass": "bwd"}])
         row |= {"op": "bmm", "batch": batch * heads, "m": seq_q}
         scores, values = row | {"n": seq_kv, "k": model.head}, row | {"n": model.head_v, "k": seq_kv}

@@ -14,7 +14,7 @@ from lumos_nb.errors import CalibrationError
 from lumos_nb.layout import GROUPS, Cluster, Parallelism
 from lumos_nb.workloads.llm.layers import WORK
 
-KERNEL = ["op", "dtype", "pass", "out_dtype", "causal", "accumulate"]
+KERNEL = ["op", "dtype", "pass", "out_dtype", "causal", "accumulate", "method"]
 KERNEL += [name for name, dtype in WORK.items() if dtype == pl.Int64 and name != "size_bytes"]
 """Columns of a work table that a kernel's price depends on."""
 COLLECTIVE = ["collective", "size_bytes", "nodes", "gpus"]
@@ -41,7 +41,8 @@ def priced(table: pl.DataFrame, layout: Parallelism, cluster: Cluster, calibrati
     Returns
     -------
     frame
-        The table and the columns of `PRICE`. `basis` is "measured", "transferred" or "data sheet".
+        The table, the columns of `PRICE`, and `nodes` that a collective touches. `basis` is "measured", "transferred"
+        or "data sheet".
 
     Raises
     ------
@@ -57,7 +58,7 @@ def priced(table: pl.DataFrame, layout: Parallelism, cluster: Cluster, calibrati
     >>> rows.filter(collective="all_reduce")["dur_us"].min() > 0
     True
     """
-    return with_prices(_placed(table, layout, cluster), cluster, calibration).drop("nodes", "gpus")
+    return with_prices(_placed(table, layout, cluster), cluster, calibration).drop("gpus")
 
 
 def with_prices(table: pl.DataFrame, cluster: Cluster, calibration: Calibration) -> pl.DataFrame:

@@ -100,7 +100,7 @@ VOCABULARIES = (32000, 50257, 51200, 65024, 100352, 128256, 151936, 250880, 2560
 
 
 class Framework(NamedTuple):
-    """What a training framework does unless a row says otherwise."""
+    """What a training framework does unless a row says otherwise; `pattern` is sought in "gpu | source | notes"."""
 
     name: str
     pattern: str
@@ -108,36 +108,36 @@ class Framework(NamedTuple):
 
 
 _SERIAL = {"overlap_grads": False, "overlap_weights": False}
-_FSDP = {"zero": 3, "sequence_parallel": False, "bucket_bytes": 25 << 20, "fused_grads": False}
-_FSDP |= {"kernels": "eager"}
+_MEGATRON = {"sequence_parallel": True, "zero": 1, "bucket_bytes": 160_000_000, "kernels": "fused"}  # 40 million grads
+_TORCH = {"sequence_parallel": False, "zero": 0, "bucket_bytes": 25 << 20, "fused_grads": False, "kernels": "eager"}
+_FSDP = _TORCH | {"zero": 3}
+_ENGINE = r"megatron|nemo|dgxc|mlcommons|mlperf|dist-opt|distributed optimizer"
 FRAMEWORKS = (
     Framework(
         "nanotron",
         r"nanotron",
         # memory of its rows says that the gathered sequence is kept
-        {"sequence_parallel": True, "regather": False, "fused_grads": False, "bucket_copies": True, "logit_bytes": 14}
-        | {"bucket_bytes": 25 << 20, "kernels": "eager", "overlap_pp": False},
+        _TORCH | {"sequence_parallel": True, "regather": False, "bucket_copies": True, "logit_bytes": 14},
     ),
     # its pipelines add up gradients behind the last backward pass; it came before flash attention
     Framework(
         "Megatron-DeepSpeed",
         r"megatron-deepspeed|bigscience|vtrain",
-        {"sequence_parallel": False, "flash": False, "dropout": True, **_SERIAL},
+        {"sequence_parallel": False, "flash": False, "dropout": True, "kernels": "fused", **_SERIAL},
     ),
+    Framework("NVIDIA's MLPerf code", r"mlcommons|mlperf", _MEGATRON | {"attention": "cuDNN", "launch_us": 0.0}),
     Framework(
-        "Megatron",
-        r"megatron|nemo|dgxc|mlcommons|mlperf|dist-opt|distributed optimizer",
-        {"sequence_parallel": True, "zero": 1, "bucket_bytes": 160_000_000}  # 40 million fp32 gradients
-        | {"attention": "cuDNN"},
+        "Megatron with Transformer Engine", rf"^(h\d00|g?b\d00).*({_ENGINE})", _MEGATRON | {"attention": "cuDNN"}
     ),
+    Framework("Megatron", _ENGINE, _MEGATRON),
     Framework("fms-fsdp", r"fms-fsdp", _FSDP | {"grad_dtype": "bf16", "kernels": "compiled"}),
-    # its published runs are of the first half of 2023, with the first generation of flash attention
-    Framework("llm-foundry", r"llm-foundry|composer", _FSDP | {"attention": "FlashAttention-1"}),
-    Framework("torch FSDP", r"fsdp|torchtitan|zero[ -_]?3", _FSDP),
-    Framework("torch", r"", _FSDP | {"zero": 0}),
+    # its attention was Triton's kernel of the first FlashAttention
+    Framework("llm-foundry", r"llm-foundry", _FSDP | {"attention": "FlashAttention-1"}),
+    Framework("torch FSDP", r"fsdp|torchtitan|composer|zero[ -_]?3", _FSDP),
+    Framework("torch", r"", _TORCH),
 )
 
-FACTS = (
+FACTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     # pattern in what a row says, fields that it settles
     (r"no (gradient bucketing/|communication )?overlap", _SERIAL),
     (r"zero( and tp)? overlap on", {"overlap_grads": True, "overlap_weights": True}),
@@ -146,10 +146,13 @@ FACTS = (
     (r"pure mixed precision", {"grad_dtype": "bf16"}),
     (r"fp32 grad(ient)?s?( acc)?", {"grad_dtype": "fp32"}),
     (r"flash|sdpa", {"flash": True}),
+    *((rf"flash-?(attention|attn)?[ -]?{n}\b|\bfa{n}\b", {"attention": f"FlashAttention-{n}"}) for n in (1, 2, 3)),
     (r"sequence parallel", {"sequence_parallel": True}),
     (r"no sequence parallel|without sequence parallel", {"sequence_parallel": False}),
     (r"torch\.?compile", {"kernels": "compiled"}),
     (r"cuda ?graphs? (used|on)|with cuda ?graphs?", {"launch_us": 0.0}),
+    (r"torch[. ]compile", {"kernels": "compiled"}),
+    (r"cuda graphs?", {"launch_us": 0.0}),
     (r"\btied embedding", {"tied": True}),
     (r"untied|not tied", {"tied": False}),
     (r"token ?drop", {"capacity": 1.0}),
@@ -167,3 +170,7 @@ NETWORKS = (
     r"network (?P<rate>\d+) gb(it)?(/s|ps)?\s*(per|/|a) ?node",
 )
 """How notes give the network between nodes."""
+OWNERS = {"nanotron": "EFA 3200", "vtrain": "4x hdr 200"}
+"""Whose runs are known to have been made on which network: a sheet, or as notes give it."""
+NETWORK_SHEETS = (_HGX_100, _HGX_400)
+"""Sheets that a stated rate may be one of."""

@@ -1,0 +1,134 @@
+"""What a step costs beyond the prices of its rows: power, kernels that are not fused, slow hosts, jitter, company.
+
+Each is one number, or one by GPU or by how kernels are made (`Training.kernels`). Those that traces show were measured
+on traces (`benchmarks/frictions.py`); the others are fitted on published step times (`benchmarks/fit_surcharges.py`).
+`datasets/surcharges.json` holds them, and those that are fitted without each of the sources, to score that source by.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from lumos_nb import datasets
+from lumos_nb.errors import InputError
+from lumos_nb.layout import Cluster, Training
+
+PRODUCTS = ("gemm", "gemm_bias", "bmm", "grouped_gemm", "attention")
+OTHER = "other"
+"""Key of GPUs that have no number of their own."""
+
+
+class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Factors and times of a real step; those of none are the defaults.
+
+    Attributes
+    ----------
+    sustained
+        By GPU: the share of its microbenchmarked rate that products keep when they run for seconds (power, clocks).
+    host
+        By GPU: how many times longer the hosts of its age take than those of H100s.
+    moves
+        By kind of kernels: how many times as long what is no product takes as the prices of fused kernels say.
+    optimizer
+        By kind of kernels: the same of the optimizer's step.
+    launch_us
+        By kind of kernels: host time for a compute row of the work table (eager ones launch several kernels each).
+    launch_comm_us
+        Host time for a collective.
+    gap_us
+        By kind of kernels: device time between the kernels of a row and before them.
+    near, far
+        How many times as long collectives take in a step as alone, inside a node and between nodes.
+    compute_slowed, comm_slowed
+        How much longer a kernel takes that runs beside collectives all the time, and the reverse.
+    apart
+        Standard deviation of the speed of GPUs of one kind: the slowest of all paces a step.
+    """
+
+    sustained: dict[str, float] = {}
+    host: dict[str, float] = {}
+    moves: dict[str, float] = {}
+    optimizer: dict[str, float] = {}
+    launch_us: dict[str, float] = {}
+    launch_comm_us: float = 0.0
+    gap_us: dict[str, float] = {}
+    near: float = 1.0
+    far: float = 1.0
+    compute_slowed: float = 0.0
+    comm_slowed: float = 0.0
+    apart: float = 0.0
+
+    def applied(self, table: pl.DataFrame, train: Training, cluster: Cluster) -> pl.DataFrame:
+        """A priced table (`pricing.priced`) with times as in a step, and `launch_us`, the host's time for each row.
+
+        Examples
+        --------
+        >>> train, one = Training(micro_batch=1, global_batch=1, seq=2048), Cluster(gpu="H100", gpus_per_node=1)
+        >>> table = pl.DataFrame({"kind": ["compute"], "op": ["gemm"], "phase": ["forward"], "nodes": [None]})
+        >>> table = table.with_columns(dur_us=90.0, low_us=80.0, high_us=100.0)
+        >>> Surcharges(sustained={"H100-SXM-80GB": 0.75}).applied(table, train, one)["dur_us"].item()
+        120.0
+        """
+        kind, is_compute = train.kernels, pl.col("kind") == "compute"
+        slowest = 1 + self.apart * expected_maximum(cluster.gpus)
+        factor = (
+            pl.when(~is_compute)
+            .then(pl.when(pl.col("nodes") > 1).then(self.far).otherwise(self.near))
+            .when(pl.col("phase") == "optimizer")
+            .then(slowest * self.optimizer.get(kind, 1.0))
+            .when(pl.col("op").is_in(PRODUCTS))
+            .then(slowest / _of_gpu(self.sustained, cluster))
+            .otherwise(slowest * self.moves.get(kind, 1.0))
+        )
+        gap_us = pl.when(is_compute).then(self.gap_us.get(kind, 0.0)).otherwise(0.0)
+        host = pl.lit(_of_gpu(self.host, cluster))
+        launch_us = pl.when(is_compute).then(self.launch_us.get(kind, 0.0)).otherwise(self.launch_comm_us) * host
+        if train.launch_us is not None:
+            launch_us = pl.lit(float(train.launch_us))
+        return table.with_columns(pl.col("dur_us", "low_us", "high_us") * factor + gap_us, launch_us=launch_us)
+
+
+def _of_gpu(values: dict[str, float], cluster: Cluster) -> float:
+    return values.get(cluster.gpu_sheet.name, values.get(OTHER, 1.0))
+
+
+@cache
+def expected_maximum(n: int) -> float:
+    """The mean of the greatest of n standard normal numbers, by quadrature.
+
+    Examples
+    --------
+    >>> round(expected_maximum(2), 3), round(expected_maximum(64), 2)
+    (0.564, 2.34)
+    """
+    from scipy.special import ndtr
+
+    at = np.linspace(0, 12, 4001)
+    return float(np.trapezoid(1 - ndtr(at) ** n - ndtr(-at) ** n, at))
+
+
+class Bundled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file: those fitted on every source, and by the source that was left out."""
+
+    every: Surcharges
+    without: dict[str, Surcharges] = {}
+
+
+@cache
+def bundled() -> Bundled:
+    """The bundled surcharges.
+
+    Raises
+    ------
+    InputError
+        The file is missing or damaged.
+    """
+    file = datasets.root() / "surcharges.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Bundled)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InputError(f"{file}: no surcharges: {error}; fetch the package's datasets again.") from error
