@@ -227,6 +227,43 @@ def _part_rows(frame: pl.DataFrame, name: str) -> pl.DataFrame:
     )
 
 
+def structure_bars(table: pl.DataFrame, *, title: str = "Layers found", width_px: int = 400) -> alt.Chart:
+    """Draw how much of each rank's phases lies in the layers that were found, and how sure that is.
+
+    Parameters
+    ----------
+    table : structure table
+        `find_structure(graph).table`. Colour says how layers were found; bars are the paler the less sure that is.
+    title, width_px
+        Heading, and width of a phase that lies wholly in layers.
+
+    Raises
+    ------
+    SchemaError
+        A column is missing.
+
+    Examples
+    --------
+    >>> structure_bars(find_structure(graph).table)  # doctest: +SKIP
+    """
+    columns = ("rank", "phase", "found", "layers", "share", "confidence")
+    require_columns(table, columns, "structure")
+    rows = table.select(columns).with_columns(label=pl.format("rank {}, {}: {} layers", "rank", "phase", "layers"))
+    chart: alt.Chart = (
+        alt.Chart(rows, title=heading(title))
+        .mark_bar()
+        .encode(
+            x=alt.X("share:Q").scale(domain=[0, 1]).axis(format="%").title("of the phase's time"),
+            y=alt.Y("label:N").sort(None).title(None).axis(labelLimit=240, ticks=False, domain=False),
+            color=alt.Color("found:N").scale(range=[COMPUTE, COPY, TRANSFER, UNEXPLAINED]).title("found by"),
+            opacity=alt.Opacity("confidence:Q").scale(domain=[0, 1], range=[0.15, 1]).legend(None),
+            tooltip=list(columns),
+        )
+        .properties(width=width_px, height=alt.Step(20))
+    )
+    return chart
+
+
 def predicted_vs_measured(
     scored: pl.DataFrame, *, title: str = "Each step predicted from the others", width_px: int = 500
 ) -> alt.Chart:

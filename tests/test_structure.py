@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -118,6 +119,46 @@ def test_a_trace_of_no_layers_is_no_error() -> None:
     found = find_structure(replace(graph, ops=odd))
     assert found.layers == {}
     assert found.table["confidence"].to_list() == [0.0] * 3
+
+
+TRANSFORMERS = {
+    "tracelens/h100/Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz": 24,
+    "tracelens/mi300/Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz": 24,
+    "tracelens/inference/sglang_prefilldecode/sglang_Qwen3-8B_prefilldecode.json.gz": 36,
+    "pippy/local_test_forward_hf_gpt2.json.gz": 12,
+}
+"""Traces of transformers that others recorded -> how many layers the model has."""
+
+
+@pytest.mark.parametrize("path", TRANSFORMERS)
+def test_layers_of_other_peoples_transformers(traces: Path, path: str) -> None:
+    graph = build_graph(load_run(traces / path))
+    found = find_structure(graph)
+    assert found.layers == {0: list(range(TRANSFORMERS[path]))}
+    kernels = bare(replace(graph, ops=graph.ops.with_columns(shapes=pl.lit(None, pl.String), phase=pl.lit("other"))))
+    blind = find_structure(kernels)  # by the names of kernels alone
+    assert blind.layers == found.layers
+    assert blind.table["found"].to_list() == ["repetition"]
+
+
+@pytest.mark.parametrize(
+    ("path", "stages", "replicas", "passes"),
+    [("straggler/trace-ST.parquet", 4, 2, 4), ("straggler/trace-AR.parquet", 4, 4, 32), ("primus/pp8", 8, 1, 16)],
+)
+def test_stages_and_passes_of_timelines(traces: Path, path: str, stages: int, replicas: int, passes: int) -> None:
+    found = find_structure(build_graph(load_run(traces / path)))
+    assert sorted(found.stage.values()) == sorted([*range(stages)] * replicas)
+    assert list(found.stage.values()) == sorted(found.stage.values())
+    of_passes = found.table.filter(pl.col("phase").is_in(["forward", "backward"]))
+    assert of_passes["passes"].unique().to_list() == [passes]
+    assert of_passes["found"].unique().to_list() == ["whole passes"]
+
+
+def test_the_chart_draws_every_rank_and_phase() -> None:
+    from lumos_nb import charts
+
+    table = find_structure(graph_of("gpt-pp")).table
+    assert len(charts.structure_bars(table).to_dict()["datasets"].popitem()[1]) == table.height == 6
 
 
 def test_what_is_no_graph_of_one_step_is_refused() -> None:

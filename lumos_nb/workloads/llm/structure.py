@@ -16,7 +16,7 @@ import polars as pl
 from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import GraphError
 from lumos_nb.graph import Graph
-from lumos_nb.schema import DEVICE_KINDS, require
+from lumos_nb.schema import require
 from lumos_nb.workloads.llm.repeats import Ints, Tandem, common, tandem
 
 OUTSIDE = -1
@@ -57,9 +57,10 @@ class Structure:
     stage
         Rank -> its place in the pipeline.
     table
-        How sure it is: `rank`, `stage`, `phase`, `found` (annotation, repetition, stages in common, nothing), `layers`,
-        `passes`, `count` (ops in layers), `time_ns`, `share` (of the phase's time on that rank that layers cover) and
-        `confidence` (share of the rank's phases that agree on the number of layers; 1 for annotations).
+        How sure it is: `rank`, `stage`, `phase`, `found` (annotation, repetition, stages in common, whole passes,
+        nothing), `layers`, `passes`, `count` (ops in layers), `time_ns`, `share` (of the phase's time on that rank that
+        layers cover) and `confidence`: 1 for annotations; of repetitions the share of the rank's phases that agree on
+        the number of layers, less where layers cover less than half of the phase.
     """
 
     ops: pl.DataFrame
@@ -100,58 +101,94 @@ def find_structure(graph: Graph) -> Structure:
     own = graph.ops.filter(pl.col("kind") != "boundary")
     if own["step"].n_unique() > 1:
         raise GraphError("the graph holds several steps; give what build_graph made of one.")
-    rows = _in_phases(own)
-    stage = _stages(own)
-    anchors = _anchors(rows)
+    stage = _stages(graph)
+    threads = _in_phases(own)
+    anchors = _anchors(own, threads)
     found, summary = _layers(anchors, stage)
-    placed = _filled(rows, found)
-    everywhere = _spread(graph, placed)
-    runs = _with_runs(everywhere)
+    placed = _filled(own, threads, found)
+    runs = _with_runs(_spread(graph, placed))
     held = placed.filter(pl.col("layer") >= 0).select("rank", "layer").unique().sort("rank", "layer")
     layers = {int(str(rank)): rows["layer"].to_list() for (rank,), rows in held.group_by("rank", maintain_order=True)}
-    ops = graph.ops.select("op_id", "rank").join(
-        runs.drop("rank", "row", "host"), on="op_id", how="left", maintain_order="left"
-    )
+    runs = runs.drop("rank", "row", "main")
+    ops = graph.ops.select("op_id", "rank").join(runs, on="op_id", how="left", maintain_order="left")
     ops = ops.select(pl.col(c).cast(dtype) for c, dtype in PLACES.items())
     return Structure(ops, layers, stage, _table(graph, ops, summary, stage))
 
 
+WORK = ("kernel", "memcpy", "memset")
 _ON_THREAD = pl.col("kind").is_in(["cpu", "gap", "launch", "alloc", "wait"]) & pl.col("lane").str.starts_with("cpu:")
 
 
 def _in_phases(ops: pl.DataFrame) -> pl.DataFrame:
-    """Rows of the host's threads (of the device, where there is no host) with their `phase`, null in gaps."""
-    host = ops.filter(_ON_THREAD)
-    rows = host if host.height else ops.filter(pl.col("kind").is_in(DEVICE_KINDS))
+    """Rows of the host's threads with their `phase`, null in gaps."""
+    rows = ops.filter(_ON_THREAD).with_row_index("row")
     sent = ops.filter(pl.col("collective").is_in(MESSAGES)).select("rank", "correlation").drop_nulls().unique()
-    rows = rows.with_row_index("row").join(sent.with_columns(sent=True), on=["rank", "correlation"], how="left")
-    message = pl.col("sent").fill_null(False) | pl.col("collective").is_in(MESSAGES).fill_null(False)
+    rows = rows.join(sent.with_columns(sent=True), on=["rank", "correlation"], how="left", maintain_order="left")
+    message = pl.col("sent").fill_null(False)
     known = pl.when(~pl.col("phase").is_in(["other", MESSAGE]) & ~message).then("phase")
     lane = ["rank", "lane"]
-    return rows.sort("row").with_columns(
+    return rows.with_columns(
         phase=pl.when(pl.col("kind") == "gap").then(None).when(message).then(pl.lit(MESSAGE))
         .otherwise(pl.coalesce(known, known.forward_fill().over(lane), known.backward_fill().over(lane), "phase"))
     ).drop("sent")  # fmt: skip
 
 
-def _anchors(rows: pl.DataFrame) -> pl.DataFrame:
-    """What layers are found by: operators of threads, else kernels; with `token`, a number for what each does."""
-    operators = rows.filter(pl.col("kind").is_in(["cpu", *DEVICE_KINDS]) & (pl.col("phase") != MESSAGE))
+def _anchors(ops: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
+    """What layers are found by: device work, else operators; with `token`, a number for what each does."""
+    work = ops.filter(pl.col("kind").is_in(WORK))
+    named = work.filter(pl.col("phase") != "other").group_by("rank").agg(named=pl.len())
+    told = work.group_by("rank").len().join(named, on="rank", how="left").filter(2 * pl.col("named") > pl.col("len"))
+    on_device = work.with_columns(phase=pl.when(pl.col("rank").is_in(told["rank"].implode())).then("phase"))
+    operators = threads.filter((pl.col("kind") == "cpu") & (pl.col("phase") != MESSAGE))
+    anchors = on_device if work.height else operators
     token = pl.struct("name", "shapes", bytes=pl.col("bytes").fill_null(0)).rank("dense").cast(pl.Int64)
-    return operators.select("row", "op_id", "rank", "phase", "layer", "name", "dur_ns", token=token)
+    anchors = anchors.select("op_id", "rank", "phase", "layer", "name", "correlation", "kind", token=token)
+    parts = anchors.partition_by("rank", maintain_order=True)
+    return pl.concat([_with_phases(part) for part in parts]) if parts else anchors
 
 
-def _stages(ops: pl.DataFrame) -> dict[int, int]:
+def _with_phases(anchors: pl.DataFrame) -> pl.DataFrame:
+    """One rank's anchors with phases where none are named: as many stacks of equally many layers as there are."""
+    if anchors["phase"].null_count() < anchors.height:
+        return anchors.with_columns(pl.col("phase").fill_null("other"))
+    tokens = anchors["token"].to_numpy()
+    most = tandem(tokens)
+    begins = [most.start] if most else []
+    if most:
+        end = most.start + most.period * most.times
+        before, behind = tandem(tokens[: most.start], most.times), tandem(tokens[end:], most.times)
+        begins = [*([before.start] if before else []), *begins, *([end + behind.start] if behind else [])]
+    phase = np.searchsorted(np.array(begins[1:], np.int64), np.arange(tokens.size), side="right")
+    names = pl.Series(["forward", "backward", "optimizer"]).gather(phase)
+    return anchors.with_columns(phase=names)
+
+
+def _stages(graph: Graph) -> dict[int, int]:
     """Pipeline stage of every rank: a stage's first message comes from the one before it, the first stage sends."""
-    ranks = ops["rank"].unique().sort().to_list()
-    messages = ops.filter(pl.col("collective").is_in(["send", "recv"]) & pl.col("kind").is_in(["event", "comm"]))
+    ranks = graph.ops["rank"].unique().sort().to_list()
+    exchange = pl.col("collective") == "send_recv"
+    messages = graph.ops.filter(
+        exchange & (pl.col("kind") == "comm")
+        | pl.col("collective").is_in(["send", "recv"]) & pl.col("kind").is_in(["event", "comm"])
+    )
     first = messages.group_by("rank", maintain_order=True).first()
-    before = dict(first.filter(pl.col("collective") == "recv").select("rank", "peer").iter_rows())
+    receives = pl.when(exchange).then(~pl.col("name").str.contains("send")).otherwise(pl.col("collective") == "recv")
+    first = first.filter(receives).join(_met(graph, first), on="op_id", how="left")
+    before = dict(first.select("rank", pl.coalesce("peer", "met")).drop_nulls().iter_rows())
 
     def depth(rank: int, seen: int = 0) -> int:
         return 0 if rank not in before or seen > len(ranks) else 1 + depth(before[rank], seen + 1)
 
     return {rank: depth(rank) for rank in ranks}
+
+
+def _met(graph: Graph, comm: pl.DataFrame) -> pl.DataFrame:
+    """`op_id`, `met`: the lowest other rank that each of some communication ops meets."""
+    ties = graph.edges.filter(pl.col("rule") == "collective")
+    joins = comm.select("op_id", "rank").join(ties.select(op_id="dst", join="src"), on="op_id")
+    others = ties.select("src", join="dst").join(graph.ops.select(src="op_id", met="rank"), on="src")
+    met = joins.join(others, on="join").filter(pl.col("met") != pl.col("rank"))
+    return met.group_by("op_id").agg(pl.col("met").min())
 
 
 def _layer_numbers(labels: pl.Series) -> pl.Series:
@@ -166,7 +203,7 @@ def _layer_numbers(labels: pl.Series) -> pl.Series:
         kind=pl.col("part").str.extract(r"^(.*)_\d+$"),
         number=pl.col("part").str.extract(r"_(\d+)$").cast(pl.Int32),
     ).drop_nulls("number")
-    kinds = parts.group_by("depth", "kind").agg(n=pl.col("number").n_unique()).filter(pl.col("n") > 1)
+    kinds = parts.group_by("depth", "kind").agg(n=pl.col("number").n_unique().cast(pl.Int64)).filter(pl.col("n") > 1)
     if kinds.is_empty():
         return pl.repeat(None, len(labels), dtype=pl.Int32, eager=True)
     chosen = kinds.sort("depth", -pl.col("n"), "kind").head(1)
@@ -176,6 +213,8 @@ def _layer_numbers(labels: pl.Series) -> pl.Series:
 
 
 NOTHING, ANNOTATION, REPETITION, COMMON = "nothing", "annotation", "repetition", "stages in common"
+WHOLE = "whole passes"
+"""How layers were found: a timeline of one op a pass shows a stage's layers as one."""
 
 
 @dataclass(slots=True)
@@ -192,9 +231,13 @@ class _Part:
 
     @classmethod
     def of(cls, anchors: pl.DataFrame, *, mirrored: bool, several: bool) -> _Part:
-        """With passes, where a pipeline has several micro-batches; no layers yet."""
-        n = anchors.height
-        passes = tandem(anchors["token"].to_numpy()) if several else None
+        """With passes, where there are `several` or the whole repeats and has stacks of layers in it; no layers yet."""
+        n, tokens = anchors.height, anchors["token"].to_numpy()
+        passes = tandem(tokens)
+        if passes and not several:
+            inner = tandem(tokens[passes.start : passes.start + passes.period])
+            nested = inner is not None and 3 * inner.period * inner.times >= 2 * passes.period
+            passes = passes if nested and 10 * passes.period * passes.times >= 9 * n else None
         one = passes or Tandem(0, n, 1)
         at = np.arange(n) - one.start
         batch = np.where((at >= 0) & (at < one.period * one.times), at // one.period, -1)
@@ -215,7 +258,9 @@ class _Part:
 
     def repeated(self, count: int | None = None) -> None:
         """Layers by what repeats in a pass."""
-        if found := tandem(self.block, count, mirrored=self.mirrored):
+        if self.one.times > 1 and self.one.period == 1:
+            self.put(Tandem(0, 1, 1), WHOLE)
+        elif found := tandem(self.block, count, mirrored=self.mirrored):
             self.put(found, REPETITION)
 
     def put(self, found: Tandem, how: str) -> None:
@@ -241,13 +286,16 @@ def _in_common(parts: dict[int, _Part], stage: dict[int, int]) -> None:
 
 
 def _layers(anchors: pl.DataFrame, stage: dict[int, int]) -> tuple[pl.DataFrame, list[dict[str, object]]]:
-    """`row`, `layer`, `micro_batch` of the anchors; and how each rank's phases were found."""
+    """`PLACED` of the anchors; and how each rank's phases were found."""
     anchors = anchors.with_columns(number=_layer_numbers(anchors["layer"]))
     annotated = anchors["number"].is_not_null().any()
-    several = max(stage.values(), default=0) > 0
+    turns = anchors.filter(pl.col("phase").is_in(["forward", "backward"])).group_by("rank", maintain_order=True)
+    back = (pl.col("phase") == "forward") & (pl.col("phase").shift(1) == "backward")
+    again = dict(turns.agg(back.any()).iter_rows())
+    staged = max(stage.values(), default=0) > 0
     parts: dict[str, dict[int, _Part]] = {}
     for (phase, rank), rows in anchors.group_by("phase", "rank", maintain_order=True):
-        passes = several and phase != "optimizer"
+        passes = (staged or again.get(rank, False)) and phase != "optimizer"
         parts.setdefault(str(phase), {})[int(str(rank))] = _Part.of(rows, mirrored=phase == "backward", several=passes)
     for phase in ("forward", "backward", "other"):
         for part in parts.get(phase, {}).values():
@@ -265,11 +313,14 @@ def _layers(anchors: pl.DataFrame, stage: dict[int, int]) -> tuple[pl.DataFrame,
         for rank, part in of_phase.items():
             own = numbers.get(rank, np.arange(part.count)) if part.how != ANNOTATION else None
             layer = part.layer if own is None else np.where(part.layer < 0, OUTSIDE, np.append(own, 0)[part.layer])
-            frames.append(part.anchors.select("row", layer=layer, micro_batch=part.batch))
+            frames.append(part.anchors.select(*PLACED[:-2], layer=layer, micro_batch=part.batch))
             summary.append(
                 {"rank": rank, "phase": phase, "found": part.how, "layers": part.count, "passes": part.one.times}
             )
-    return pl.concat(frames), summary
+    return pl.concat(frames) if frames else anchors.select(*PLACED[:-2], layer=0, micro_batch=0), summary
+
+
+PLACED = ("op_id", "rank", "correlation", "kind", "phase", "layer", "micro_batch")
 
 
 def _numbers(forward: dict[int, _Part], stage: dict[int, int]) -> dict[int, Ints]:
@@ -284,30 +335,45 @@ def _numbers(forward: dict[int, _Part], stage: dict[int, int]) -> dict[int, Ints
     return numbers
 
 
-def _filled(rows: pl.DataFrame, found: pl.DataFrame) -> pl.DataFrame:
-    """Every row of a thread where its anchor is: a call with what was before it, a gap with what follows it."""
-    rows = rows.drop("layer", "micro_batch").join(found, on="row", how="left", maintain_order="left")
-    lane, gap = ["rank", "lane"], pl.col("kind") == "gap"
-    around = [*lane, "phase"]
-    rows = rows.with_columns(
-        layer=pl.when(pl.col("phase") == MESSAGE).then(OUTSIDE).otherwise(pl.col("layer").forward_fill().over(around)),
-        micro_batch=pl.col("micro_batch").forward_fill().over(lane),
-    ).with_columns(pl.when(~gap).then(c).alias(c) for c in ("phase", "layer", "micro_batch"))
-    rows = rows.with_columns(pl.col("layer").fill_null(OUTSIDE), pl.col("micro_batch").fill_null(OUTSIDE))
-    rows = rows.with_columns(pl.when(~gap).then(c).alias(c) for c in ("layer", "micro_batch"))
-    return rows.with_columns(
-        pl.coalesce(c, pl.col(c).backward_fill().over(lane), pl.col(c).forward_fill().over(lane))
-        for c in ("phase", "layer", "micro_batch")
+def _filled(ops: pl.DataFrame, threads: pl.DataFrame, found: pl.DataFrame) -> pl.DataFrame:
+    """`PLACED` of what is on threads and of all anchors.
+
+    A gap is where that is which follows it. So is what leads to a launch; a call between operators is where the one
+    before it is.
+    """
+    place = ["phase", "layer", "micro_batch"]
+    found = found.with_columns(pl.col("layer", "micro_batch").cast(pl.Int32))
+    calls = (
+        found.filter(pl.col("kind").is_in(WORK)).drop_nulls("correlation").unique(["rank", "correlation"], keep="first")
     )
+    launches = threads.filter(pl.col("kind") == "launch").select("op_id", "rank", "correlation")
+    launches = launches.join(calls.drop("op_id", "kind"), on=["rank", "correlation"]).select("op_id", *place)
+    at = pl.concat([found.filter(pl.col("kind") == "cpu").select("op_id", *place), launches])
+    rows = threads.rename({"phase": "told"}).drop("layer", "micro_batch")
+    rows = rows.join(at, on="op_id", how="left", maintain_order="left").sort("row")
+    lane, gap = ["rank", "lane"], pl.col("kind") == "gap"
+    if calls.is_empty():
+        message = pl.col("told") == MESSAGE
+        rows = rows.with_columns(
+            phase=pl.when(~gap).then("told"),
+            layer=pl.when(message).then(OUTSIDE).when(~gap).then(pl.col("layer").forward_fill().over(*lane, "told")),
+            micro_batch=pl.when(~gap).then(pl.col("micro_batch").forward_fill().over(lane)),
+        ).with_columns(pl.when(~gap).then(pl.col(c).fill_null(OUTSIDE)).alias(c) for c in place[1:])
+    rows = rows.with_columns(
+        pl.coalesce(c, pl.col(c).backward_fill().over(lane), pl.col(c).forward_fill().over(lane)) for c in place
+    )
+    rest = found.filter(~pl.col("op_id").is_in(rows["op_id"].implode()))
+    return pl.concat([rows.select(PLACED), rest.select(PLACED)])
 
 
 def _spread(graph: Graph, placed: pl.DataFrame) -> pl.DataFrame:
     """What host rows issue is where they are, and joins are where their first member is; the rest by its lane."""
     columns = ("phase", "layer", "micro_batch")
     known = placed.select("op_id", *columns)
-    calls = graph.ops.filter(pl.col("kind") == "launch").select("rank", "correlation", "op_id").drop_nulls()
-    calls = calls.unique(["rank", "correlation"]).join(known, on="op_id").drop("op_id")
-    issued = graph.ops.select("op_id", "rank", "correlation").join(calls, on=["rank", "correlation"])
+    calls = placed.filter(pl.col("kind") == "launch").select("rank", "correlation", *columns).drop_nulls("correlation")
+    issued = graph.ops.select("op_id", "rank", "correlation").join(
+        calls.unique(["rank", "correlation"], keep="first"), on=["rank", "correlation"]
+    )
     known = pl.concat([known, issued.join(known, on="op_id", how="anti").select(known.columns)])
     rows = graph.ops.filter(pl.col("kind") != "boundary").select("op_id", "rank", "lane").with_row_index("row")
     edges = graph.edges.filter(pl.col("rule").is_in(ISSUED_RULES))
@@ -320,8 +386,10 @@ def _spread(graph: Graph, placed: pl.DataFrame) -> pl.DataFrame:
             if more.is_empty():
                 break
             known = pl.concat([known, more.select(known.columns)])
+    threads = placed.filter(~pl.col("kind").is_in(WORK))
+    main = (threads if threads.height else placed)["op_id"]
     rows = rows.join(known, on="op_id", how="left", maintain_order="left").with_columns(
-        host=pl.col("op_id").is_in(placed["op_id"].implode())
+        main=pl.col("op_id").is_in(main.implode())
     )
     return rows.with_columns(
         pl.coalesce(c, pl.col(c).forward_fill().over("rank", "lane"), pl.col(c).backward_fill().over("rank", "lane"))
@@ -332,7 +400,7 @@ def _spread(graph: Graph, placed: pl.DataFrame) -> pl.DataFrame:
 def _with_runs(rows: pl.DataFrame) -> pl.DataFrame:
     """Number the stretches of one phase, pass and layer on each rank; what is issued has its issuer's number."""
     same = pl.struct("phase", "layer", "micro_batch")
-    host = rows.filter("host").select(
+    host = rows.filter("main").select(
         "row", "rank", "phase", "layer", "micro_batch",
         run=(same != same.shift(1)).fill_null(True).cum_sum().over("rank").cast(pl.Int32),
     )  # fmt: skip
@@ -354,13 +422,13 @@ def _table(graph: Graph, ops: pl.DataFrame, summary: list[dict[str, object]], st
     schema = {"rank": pl.Int32, "phase": pl.String, "found": pl.String, "layers": pl.Int64, "passes": pl.Int64}
     table = pl.DataFrame(summary, schema=schema, orient="row").join(spent, on=["rank", "phase"], how="left")
     agree = (pl.col("layers") == pl.col("layers").mode().max()).mean().over("rank")
-    table = table.filter(pl.col("phase") != "other").with_columns(
+    table = table.filter((pl.col("phase") != "other") | (pl.col("layers") > 0)).with_columns(
         stage=pl.col("rank").replace_strict(stage, return_dtype=pl.Int32),
         confidence=pl.when(pl.col("found") == ANNOTATION)
         .then(1.0)
         .when(pl.col("found") == NOTHING)
         .then(0.0)
-        .otherwise(agree),
+        .otherwise(agree * (2 * pl.col("share")).clip(0, 1)),
     )
     columns = ("rank", "stage", "phase", "found", "layers", "passes", "count", "time_ns", "share", "confidence")
     return table.select(columns).sort("rank", maintain_order=True)
