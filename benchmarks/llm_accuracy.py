@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from multiprocessing import get_context
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,16 +22,15 @@ import polars as pl
 from numpy.typing import NDArray
 
 from benchmarks import MEASURED
-from benchmarks.llm_peers import calculon_like, six_pt
+from benchmarks.llm_peers import Job, calculon_like, six_pt
 from benchmarks.rows import Row
 from lumos_nb.errors import InputError, LumosError
-from lumos_nb.layout import Cluster, Parallelism, Training
-from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.llm.estimates import estimate
+from lumos_nb.workloads.llm.surcharges import bundled
 from lumos_nb.workloads.llm.table_rows import read_row
 
 Floats = NDArray[np.float64]
-Predictor = Callable[[Transformer, Parallelism, Training, Cluster], tuple[float, float, float] | float]
+Predictor = Callable[[Job], tuple[float, float, float] | float]
 """Seconds of a step, alone or with the two ends of their interval."""
 WORKERS, CHUNK = 2, 12
 GPUS_OF_A_NODE = 8
@@ -48,8 +47,8 @@ class Source(NamedTuple):
 
     @property
     def origin(self) -> str:
-        """What a factor for it must not be fitted on: the first word of its name."""
-        return self.name.split()[0]
+        """What is not fitted on for it: the first word of its name, as in `datasets/surcharges.json`."""
+        return self.name.split()[0].rstrip(",")
 
 
 def _of(*words: str) -> pl.Expr:
@@ -101,30 +100,29 @@ SAME_RUN = (
 """What rows agree in that should take the same time: repeats, and twins that differ in ZeRO alone."""
 
 
-def ours(model: Transformer, layout: Parallelism, train: Training, cluster: Cluster) -> tuple[float, float, float]:
-    """Seconds of a step and their interval by this package."""
-    found = estimate(model, layout, train, cluster)
+def ours(job: Job) -> tuple[float, float, float]:
+    """Seconds of a step and their interval by this package; no surcharge was fitted on runs of the same origin."""
+    surcharges = bundled().without.get(job.origin, bundled().every)
+    found = estimate(job.model, job.layout, job.train, job.cluster, surcharges=surcharges)
     return found.step_s, found.low_s, found.high_s
-
-
-Job = tuple[Transformer, Parallelism, Training, Cluster]
 
 
 def _predicted(predictor: Predictor, job: Job) -> tuple[float, float, float, str]:
     try:
-        found = predictor(*job)
+        found = predictor(job)
     except LumosError as error:
         return np.nan, np.nan, np.nan, str(error)
     return (*found, "") if isinstance(found, tuple) else (found, found, found, "")
 
 
-def _read(row: Mapping[str, object]) -> Job | str:
+def _read(row: Mapping[str, Any]) -> Job | str:
     """What a row says, or why it cannot be read."""
     try:
         setup = read_row(row)
     except InputError as error:
         return str(error)
-    return msgspec.structs.replace(setup.model, name=""), setup.layout, setup.train, setup.cluster
+    nameless = msgspec.structs.replace(setup.model, name="")
+    return Job(nameless, setup.layout, setup.train, setup.cluster, row["origin"])
 
 
 def predictions(rows: pl.DataFrame, predictor: Predictor) -> pl.DataFrame:

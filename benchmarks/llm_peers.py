@@ -8,6 +8,8 @@ MFU; the harness fits that one number on the other sources.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from lumos_nb.layout import SIZE_OF, Cluster, Parallelism, Training
 from lumos_nb.transformer import Transformer
 
@@ -20,8 +22,19 @@ VECTOR_PASSES = 16
 """How often a layer's vector operations read or write the hidden state, forward."""
 
 
-def six_pt(model: Transformer, layout: Parallelism, train: Training, cluster: Cluster) -> float:
+class Job(NamedTuple):
+    """What is predicted: what `estimate` takes, and whose run it is."""
+
+    model: Transformer
+    layout: Parallelism
+    train: Training
+    cluster: Cluster
+    origin: str = ""
+
+
+def six_pt(job: Job) -> float:
     """Seconds of 6 x parameters x tokens and attention at `NOMINAL_MFU`."""
+    model, _, train, cluster, _ = job
     active = model.size
     if moe := model.moe:
         layers = sum(model.has_experts(layer) for layer in range(model.layers))
@@ -31,32 +44,30 @@ def six_pt(model: Transformer, layout: Parallelism, train: Training, cluster: Cl
     return flops * train.global_batch * train.seq / peak / NOMINAL_MFU
 
 
-def calculon_like(model: Transformer, layout: Parallelism, train: Training, cluster: Cluster) -> float:
+def calculon_like(job: Job) -> float:
     """Seconds of a step by Calculon's kind of closed form."""
+    model, layout, train, _, _ = job
     layers, count = model.layers / layout.pp, train.micro_batches(layout)
-    forward, backward = _layer(model, layout, train, cluster)
+    forward, backward = _layer(job)
     tokens = train.micro_batch * train.seq / layout.cp
-    reduced = _collective(layout, cluster, "tp", 2 * tokens * model.hidden * SIZE_OF["bf16"]) if layout.tp > 1 else 0.0
+    reduced = _collective(job, "tp", 2 * tokens * model.hidden * SIZE_OF["bf16"]) if layout.tp > 1 else 0.0
     repeats = 2 if train.recompute == "full" else 1
     compute = layers * (repeats * forward + backward)
     shared = layers * 2 * (repeats + 1) * reduced
-    message = _collective(layout, cluster, "pp", tokens * model.hidden * SIZE_OF["bf16"] / 2) if layout.pp > 1 else 0.0
+    message = _collective(job, "pp", tokens * model.hidden * SIZE_OF["bf16"] / 2) if layout.pp > 1 else 0.0
     weights = [w.size / (layout.ep if w.part == "experts" else 1) for w in model.weights(model.layers - 1)]
     of_rank = model.layers * sum(weights) / (layout.tp * layout.pp)
     one = compute + shared + 2 * layout.chunks * message
-    spread = (
-        _collective(layout, cluster, "dp", of_rank * SIZE_OF[train.grad_dtype] * 2)
-        if layout.dp * layout.cp > 1
-        else 0.0
-    )
+    spread = _collective(job, "dp", of_rank * SIZE_OF[train.grad_dtype] * 2) if layout.dp * layout.cp > 1 else 0.0
     if layout.zero == 3:  # two gathers and a reduction each micro-batch, beside compute
         one, spread = max(one, 2 * spread), 0.0
     hidden = layers * backward if train.overlap_grads else 0.0
     return (count + (layout.pp - 1) / layout.chunks) * one + max(0.0, spread - hidden)
 
 
-def _layer(model: Transformer, layout: Parallelism, train: Training, cluster: Cluster) -> tuple[float, float]:
+def _layer(job: Job) -> tuple[float, float]:
     """Seconds of one layer's compute for a micro-batch on one rank, forward and backward."""
+    model, layout, train, cluster, _ = job
     gpu, width = cluster.gpu_sheet, SIZE_OF["bf16"]
     tokens, peak = train.micro_batch * train.seq / layout.cp, gpu.peak(train.dtype)
     active = model.moe.topk if model.moe else 1
@@ -87,8 +98,9 @@ def _layer(model: Transformer, layout: Parallelism, train: Training, cluster: Cl
     return products + attention + moved, 2 * products + 2.5 * attention + moved
 
 
-def _collective(layout: Parallelism, cluster: Cluster, group: str, size_bytes: float) -> float:
+def _collective(job: Job, group: str, size_bytes: float) -> float:
     """Seconds of a ring over a group of ranks on the slower of the fabrics that it crosses; a message: `size_bytes`."""
+    layout, cluster = job.layout, job.cluster
     ranks = layout.groups("dp_cp" if group == "dp" else group)
     nodes, _ = cluster.span(ranks[:, :2] if group == "pp" else ranks)
     fabric = cluster.between_sheet if nodes > 1 else cluster.inside_sheet

@@ -189,6 +189,34 @@ def test_a_stated_network_is_taken_for_each_gpus_part_of_it(said, bytes_per_s):
     assert read_row(LLAMA | {"notes": said}).cluster.between_sheet.bytes_per_s == bytes_per_s
 
 
+@pytest.mark.parametrize(
+    ("source", "network"),
+    [
+        ("huggingface/nanotron", "EFA 3200"),
+        ("VIA-Research/vTrain multi-node", "4x hdr 200"),
+        ("", "InfiniBand NDR 400"),
+    ],
+)
+def test_a_network_that_is_not_stated_is_its_owners_or_the_usual_one(source, network):
+    setup = read_row(LLAMA | {"source": source})
+    assert setup.cluster.between_sheet.name == network
+    assert any(line.startswith("the network is not stated: ") for line in setup.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sheet"),
+    [
+        ("NVIDIA H100 SXM5 80GB", "H100-SXM-80GB"),
+        ("A100 40GB", "A100-SXM-40GB"),
+        ("A100-SXM-40/80GB", "A100-SXM-80GB"),
+        ("V100-SXM2-32GB", "V100-SXM-32GB"),
+        ("H800", "H800-SXM-80GB"),
+    ],
+)
+def test_a_gpu_is_the_sheet_that_its_name_begins_with(gpu, sheet):
+    assert read_row(LLAMA | {"gpu": gpu, "precision": "fp16"}).cluster.gpu == sheet
+
+
 def test_nodes_are_as_large_as_stated_or_usual_and_racks_are_one_domain():
     assert read_row(LLAMA | {"notes": "4 nodes of 4"}).cluster.gpus_per_node == 4
     assert read_row(LLAMA | {"num_gpus": 4, "dp": 1}).cluster.nodes == 1

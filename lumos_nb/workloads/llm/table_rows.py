@@ -120,10 +120,10 @@ def _setup(reader: Reader) -> Setup:
     if count % (tp * pp * cp):
         raise reader.refusal("num_gpus", f"tp x pp x cp is {tp * pp * cp}: give a multiple of it")
     dp = count // (tp * pp * cp)
-    if reader.has("dp") and reader.count("dp") != dp:
+    if reader.has("dp") and reader.count("dp") not in (dp, dp / ep):  # the latter: replicas of experts
         raise reader.refusal("dp", f"{count} GPUs over tp x pp x cp = {tp * pp * cp} leave {dp}: give that, or nothing")
     model = _model(reader, style, tp)
-    cluster = _cluster(reader, count, style.network)
+    cluster = _cluster(reader, count)
     batches = _batches(reader, dp)
     schedule, chunks = _schedule(reader, pp, chunks, batches["global_batch"] // max(1, batches["micro_batch"] * dp))
     layout = Parallelism(
@@ -150,7 +150,6 @@ class _Style:
 
     name: str
     fields: Mapping[str, Any]
-    network: str
 
     @property
     def sp(self) -> bool:
@@ -181,7 +180,7 @@ def _style(reader: Reader, tp: int) -> _Style:
     aside = {*told, "zero", *(("sequence_parallel",) if tp == 1 else ())}  # zero: said with the sharding
     listed = ", ".join(f"{name} {value}" for name, value in framework.fields.items() if name not in aside)
     reader.assume(f"as {framework.name} does: {listed}")
-    return _Style(framework.name, {**framework.fields, **told}, framework.network)
+    return _Style(framework.name, {**framework.fields, **told})
 
 
 def _model(reader: Reader, style: _Style, tp: int) -> Transformer:
@@ -270,7 +269,7 @@ def _check_size(reader: Reader, model: Transformer) -> None:
         reader.assume(f"params_b is {stated:g}, but the sizes make {model.size / 1e9:.4g}")
 
 
-def _cluster(reader: Reader, count: int, network: str) -> Cluster:
+def _cluster(reader: Reader, count: int) -> Cluster:
     """Nodes of the GPU's usual platform; the network between them as stated in the notes, else the usual one."""
     gpu = _gpu(reader)
     if (platform := words.PLATFORMS.get(gpu.name)) is None:
@@ -283,7 +282,7 @@ def _cluster(reader: Reader, count: int, network: str) -> Cluster:
         most = int(stated)
     per_node = max(size for size in range(1, most + 1) if count % size == 0)
     reader.assume(f"{gpu.name}s are joined by {platform.inside}, {per_node} in one domain")
-    between = _network(reader, network or platform.between, per_node) if count > per_node else None
+    between = _network(reader, platform.between, per_node) if count > per_node else None
     return Cluster(
         gpu=gpu.name, nodes=count // per_node, gpus_per_node=per_node, inside=inside if per_node > 1 else None,
         between=between,
@@ -291,32 +290,47 @@ def _cluster(reader: Reader, count: int, network: str) -> Cluster:
 
 
 def _gpu(reader: Reader) -> Gpu:
-    """The sheet of a name, or of the longest name that it begins with."""
+    """The sheet of a name, or of the longest name that it begins with, with as much memory if that is said."""
     text = re.sub(r"^(nvidia|amd)( instinct)? ", "", reader.text("gpu"))
     if not text:
         raise reader.refusal("gpu", "the row cannot be read without it: give it")
     try:
         return find_gpu(text)
     except InputError:
-        starts = {re.sub(r"[^a-z0-9]", "", name.lower()): sheet for sheet in gpus() for name in names_of(sheet)}
-        plain = re.sub(r"[^a-z0-9]", "", text)
-        known = max((start for start in starts if plain.startswith(start)), key=len, default="")
-        if not known or re.search(r"pcie|nvl", plain.removeprefix(known)):
+        plain = _plain(text)
+        known = [
+            (_plain(name), sheet) for sheet in gpus() for name in names_of(sheet) if plain.startswith(_plain(name))
+        ]
+        start, found = max(known, key=lambda pair: len(pair[0]), default=("", None))
+        if not found or re.search(r"pcie|nvl", plain.removeprefix(start)):
             raise
-        reader.assume(f"gpu {text!r} is read as {starts[known].name}")
-        return starts[known]
+        memory = re.search(r"\d+gb", plain.removeprefix(start))
+        kin = _plain(found.name).replace("80gb", memory[0] if memory else "80gb")
+        sheet = next((gpu for gpu in gpus() if _plain(gpu.name) == kin), found)
+        reader.assume(f"gpu {text!r} is read as {sheet.name}")
+        return sheet
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _network(reader: Reader, usual: str, per_node: int) -> Fabric | str:
-    found = next(filter(None, (re.search(pattern, reader.text("notes")) for pattern in words.NETWORKS)), None)
-    if not found:
+    """The network as notes say, as its owner is known to have it, or the platform's usual one (a sheet's name)."""
+    source = reader.text("source")
+    usual = next((network for owner, network in words.OWNERS.items() if owner in source), usual)
+    said = [re.search(pattern, text) for text in (reader.text("notes"), usual) for pattern in words.NETWORKS]
+    found = next(filter(None, said), None)
+    if not found or found.string == usual:
         reader.assume(f"the network is not stated: {usual}")
+    if not found:
         return usual
-    fabric = find_fabric(usual)
     rate = float(found["rate"]) * float(found.groupdict().get("count") or 1) / 8 * 1e9 / per_node
-    if abs(rate / fabric.bytes_per_s - 1) < 0.01:
-        return usual
-    return Fabric(name=found[0], source="the notes of the row", bytes_per_s=rate, latency_us=fabric.latency_us)
+    for name in words.NETWORK_SHEETS:
+        if abs(rate / find_fabric(name).bytes_per_s - 1) < 0.01:
+            return name
+    latency_us = find_fabric(words.NETWORK_SHEETS[0]).latency_us
+    return Fabric(name=found[0], source="the notes of the row", bytes_per_s=rate, latency_us=latency_us)
 
 
 def _batches(reader: Reader, dp: int) -> dict[str, Any]:
