@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from lumos_nb.costs.calibration import load_calibration
 from lumos_nb.critical_path import replay
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.graph import Graph, build_graph
-from lumos_nb.layout import Parallelism
+from lumos_nb.layout import Cluster, Parallelism
 from lumos_nb.traces.run import Run, load_run
 from lumos_nb.workloads.llm.retiming import KERNEL
 from lumos_nb.workloads.llm.rewriting import Rewritten, rewrite
@@ -202,11 +203,35 @@ def test_what_is_gone_is_not_waited_for() -> None:
 
 
 def test_the_report_says_what_was_done() -> None:
-    report = edited("gpt-pp", layers=4, micro_batch=4).report
+    odd = [pl.when(pl.col("op") == "gelu").then(7).otherwise(size).alias(size) for size in ("rows", "cols")]
+    strange = replace(forgotten(edited("gpt-pp")), parts=edited("gpt-pp").parts.with_columns(odd))
+    report = rewrite(strange, layers=4, micro_batch=4).report
     said = report.filter(pl.col("what").is_in(["inserted", "dropped", "timed anew", "could not see"]))
     assert set(said["what"]) == {"inserted", "dropped", "timed anew", "could not see"}
     assert (said["count"] > 0).all()
-    assert (said["time_ns"] >= 0).all()
+    unseen = said.filter(what="could not see")
+    assert unseen["count"].to_list() == [2 * 4 * 2]  # forward and backward, two micro-batches of four layers
+
+
+def test_a_trace_of_a_gpu_is_rewritten_by_its_kernels(traces: Path) -> None:
+    path = traces / "tracelens/h100/Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz"
+    graph = build_graph(load_run(path))
+    base = rewrite(graph, calibration="H100-SXM-80GB")
+    model = (base.setup or (None,))[0]
+    assert model
+    assert (model.layers, model.hidden, model.heads, model.ffn, model.vocab) == (24, 1024, 16, 2816, 151936)
+    assert step_ns(base) == step_ns(graph)
+
+    def kernels_ns(of: Graph) -> int:
+        return int(of.ops.filter(pl.col("kind") == "kernel")["dur_ns"].sum())
+
+    deep = rewrite(base, calibration="H100-SXM-80GB", layers=48)
+    assert kernels_ns(deep) == pytest.approx(2 * kernels_ns(base), rel=0.02)
+    wide = rewrite(base, calibration="H100-SXM-80GB", hidden=2048, ffn=5632, heads=32, kv_heads=32)
+    assert 2 < kernels_ns(wide) / kernels_ns(base) < 4
+    older = Cluster(gpu="A100-SXM-80GB", gpus_per_node=1)
+    assert 1.5 < kernels_ns(rewrite(base, calibration="H100-SXM-80GB", onto=older)) / kernels_ns(base) < 3.2
+    assert step_ns(rewrite(deep, calibration="H100-SXM-80GB", layers=24)) == step_ns(graph)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ Setup = tuple[Transformer, Parallelism, Training]
 def read_setup(graph: Graph, structure: Structure, parts: pl.DataFrame) -> Setup:
     """What was trained and how, as far as a trace tells.
 
-    Layers are counted; heads, batch and sequence are those of attention, `hidden` is what norms run over, `ffn` the
-    width into the last product of a layer, the vocabulary the width of the last product behind the layers.
+    Layers are counted; heads, batch and sequence are those of attention, `hidden` and `ffn` the widths into the first
+    and the last product of a layer, the vocabulary the width of the last product behind the layers, or else the rows of
+    the first embedding table.
 
     Parameters
     ----------
@@ -34,15 +35,14 @@ def read_setup(graph: Graph, structure: Structure, parts: pl.DataFrame) -> Setup
     forward = parts.filter(pl.col("phase") == "forward")
     inside = forward.filter(pl.col("layer") >= 0)
     attention = _only(inside.filter(pl.col("op") == "attention"), "attention")
-    norms = inside.filter(pl.col("family") == "norm")
-    hidden = int(_only(norms, "norm")["cols"])
     products = inside.filter(pl.col("op").is_in(["gemm", "gemm_bias"]))
     one = products.filter(pl.col("op_id").is_in(_first_layer(products).implode()))
-    ffn = int(_only(one.tail(1), "product")["k"])
+    hidden, ffn = (int(_only(end, "product")["k"]) for end in (one.head(1), one.tail(1)))
     heads, keys, head = (int(attention[c] or attention["heads"]) for c in ("heads", "kv_heads", "head_dim"))
     tp = _group(graph, structure, in_layers=True)
     pp, dp = max(structure.stage.values()) + 1, _group(graph, structure, in_layers=False)
-    learned = _positions(graph)
+    tables = _tables(graph)
+    learned = tables[1] if len(tables) > 1 else 0
     gated = one.filter((pl.col("n") == 2 * ffn) | ((pl.col("n") == ffn) & (pl.col("k") == hidden))).height
     behind = forward.filter((pl.col("layer") < 0) & pl.col("op").is_in(["gemm", "gemm_bias"]))
     behind = behind.filter(pl.col("k") == hidden)
@@ -50,9 +50,9 @@ def read_setup(graph: Graph, structure: Structure, parts: pl.DataFrame) -> Setup
         layers=len({layer for held in structure.layers.values() for layer in held}),
         hidden=hidden, heads=heads * tp, kv_heads=keys * tp, ffn=ffn * tp,
         head_dim=0 if heads * tp * head == hidden else head,
-        vocab=int(_only(behind.tail(1), "product behind the layers")["n"]),
+        vocab=tables[0] if behind.is_empty() and tables else int(_only(behind.tail(1), "product of the head")["n"]),
         gated=gated > 1 or one.filter(pl.col("n") == 2 * ffn).height > 0,
-        norm="rms" if norms["op"][0] == "rmsnorm" else "layer", bias=bool((one["op"] == "gemm_bias").any()),
+        norm="layer" if (inside["op"] == "layernorm").any() else "rms", bias=bool((one["op"] == "gemm_bias").any()),
         positions="learned" if learned else "rope", max_seq=learned,
     )  # fmt: skip
     batch = int(attention["batch"])
@@ -95,9 +95,9 @@ def _group(graph: Graph, structure: Structure, *, in_layers: bool) -> int:
     return int(chosen["group_size"].fill_null(graph.ops["rank"].n_unique()).max() or 1)  # type: ignore[arg-type]
 
 
-def _positions(graph: Graph) -> int:
-    """Rows of the second embedding table, that of learned positions; 0 where there is one table."""
+def _tables(graph: Graph) -> list[int]:
+    """Rows of the embedding tables, in the order of their use: the vocabulary's, then that of learned positions."""
     operator = [c for c in ("operator", "parent") if c in graph.ops.columns]
     lookups = graph.ops.filter(pl.coalesce(operator) == "aten::embedding")
-    tables = lookups["shapes"].str.extract(r"^\[\[(\d+),").drop_nulls().unique(maintain_order=True)
-    return int(tables[1]) if len(tables) > 1 else 0
+    rows = lookups["shapes"].str.extract(r"^\[\[(\d+),").drop_nulls().unique(maintain_order=True)
+    return [int(n) for n in rows]

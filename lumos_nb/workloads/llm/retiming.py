@@ -111,13 +111,16 @@ def symbols(model: Transformer, layout: Parallelism, train: Training) -> dict[st
     """What one rank sees of each dimension."""
     tp, heads, keys = layout.tp, model.heads // layout.tp, max(1, model.keys // layout.tp)
     inner = heads * model.head
-    moe = {"expert_ffn": model.moe.ffn // layout.expert_tp} if model.moe else {}
+    tokens, moe = train.micro_batch * train.seq // layout.cp, model.moe
+    expert_ffn = moe.ffn // layout.expert_tp if moe else 0
     return {
-        "one": 1, "batch": train.micro_batch, "seq": train.seq // layout.cp, "heads": heads, "keys": keys,
-        "tokens": train.micro_batch * train.seq // layout.cp, "hidden": model.hidden, "inner": inner,
-        "kv": keys * model.head, "qkv": inner + 2 * keys * model.head, "head_dim": model.head,
+        "one": 1, "two": 2, "batch": train.micro_batch, "seq": train.seq // layout.cp, "heads": heads, "keys": keys,
+        "tokens": tokens, "hidden": model.hidden, "inner": inner, "kv": keys * model.head,
+        "qkv": inner + 2 * keys * model.head, "head_dim": model.head, "head_half": model.head // 2,
         "head_v": model.head_v, "ffn": model.ffn // tp, "gate_up": 2 * model.ffn // tp, "positions": model.max_seq,
-        "vocab_part": -(-model.vocab // tp), "vocab": model.vocab, **moe,
+        "vocab_part": -(-model.vocab // tp), "vocab": model.vocab, "expert_ffn": expert_ffn,
+        "expert_gate_up": 2 * expert_ffn, "experts": moe.experts // layout.ep if moe else 0,
+        "expert_tokens": round(tokens * moe.topk * layout.ep / moe.experts) if moe else 0,
     }  # fmt: skip
 
 
@@ -125,12 +128,20 @@ _WEIGHTS = ("qkv hidden", "inner hidden", "kv hidden", "hidden inner", "gate_up 
 _ENDS = ("vocab_part hidden", "vocab hidden")
 _WIDTHS = ("hidden", "ffn", "inner", "qkv", "kv", "gate_up")
 _HEADS = ("tokens*heads head_dim", "tokens*keys head_dim", "batch*heads*seq seq")
+_HALVES = tuple(f"{n}tokens*{of} head_half" for n in ("", "two*") for of in ("heads", "keys"))
 _FLAT = tuple(f"one tokens*{width}" for width in _WIDTHS)
 
 MEANINGS: Mapping[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
     # (kind of part, where): the columns that have sizes, and what these may be, the likeliest first
     ("product", "layer"): (("m", "n", "k"), tuple(f"tokens {w}" for w in _WEIGHTS)),
     ("product", "ends"): (("m", "n", "k"), tuple(f"tokens {w}" for w in _ENDS)),
+    ("grouped", "layer"): (
+        ("groups", "m", "n", "k"),
+        tuple(
+            f"experts expert_tokens {of}"
+            for of in ("expert_gate_up hidden", "expert_ffn hidden", "hidden expert_ffn")
+        ),
+    ),
     ("batched", "layer"): (
         ("batch", "m", "n", "k"),
         tuple(f"batch*heads {of}" for of in ("seq seq head_dim", "seq head_dim seq", "seq head_v seq")),
@@ -140,17 +151,21 @@ MEANINGS: Mapping[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("batch seq seq heads keys head_dim head_v", "batch seq seq heads heads head_dim head_v"),
     ),
     ("activation", "layer"): (
-        ("rows", "cols"), (*(f"tokens {w}" for w in _WIDTHS), *_HEADS, "tokens one", "one tokens", *_FLAT),
+        ("rows", "cols"),
+        (*(f"tokens {w}" for w in _WIDTHS), *_HEADS, *_HALVES, "tokens one", "one tokens", *_FLAT, "one one"),
     ),
     ("activation", "ends"): (
         ("rows", "cols"),
         (
             "tokens hidden", "tokens vocab_part", "tokens vocab", "positions hidden", "seq hidden", "batch seq",
             "tokens one", "one tokens", "vocab_part hidden", "vocab hidden", "one tokens*vocab_part",
+            "seq*hidden batch", "one one",
         ),
     ),
-    ("parameter", "layer"): (("rows", "cols"), (*_WEIGHTS, *(f"one {w}" for w in _WIDTHS))),
-    ("parameter", "ends"): (("rows", "cols"), (*_ENDS, "positions hidden", "seq hidden", "one hidden", "one vocab")),
+    ("parameter", "layer"): (("rows", "cols"), (*_WEIGHTS, *(f"one {w}" for w in _WIDTHS), "one one")),
+    ("parameter", "ends"): (
+        ("rows", "cols"), (*_ENDS, "positions hidden", "seq hidden", "one hidden", "one vocab", "one one"),
+    ),
 }  # fmt: skip
 
 
@@ -162,6 +177,7 @@ def _kinds(parts: pl.DataFrame) -> pl.DataFrame:
         kind=pl.when(op == "attention").then(pl.lit("attention"))
         .when((op == "bmm") & (pl.col("batch") > 1)).then(pl.lit("batched"))
         .when(op.is_in(["gemm", "gemm_bias", "bmm"])).then(pl.lit("product"))
+        .when(op == "grouped_gemm").then(pl.lit("grouped"))
         .when(over_parameters).then(pl.lit("parameter")).otherwise(pl.lit("activation")),
         where=pl.when(pl.col("layer") >= 0).then(pl.lit("layer")).otherwise(pl.lit("ends")),
     )  # fmt: skip
@@ -185,7 +201,8 @@ def with_sizes(parts: pl.DataFrame, old: Symbols, new: Symbols) -> pl.DataFrame:
     pieces = []
     for (kind, where), of_kind in keyed.group_by("kind", "where", maintain_order=True):
         columns, terms = MEANINGS.get((str(kind), str(where)), ((), ()))
-        pieces.append(_renamed(of_kind, columns, terms, old, new))
+        piece = _renamed(of_kind, columns, terms, old, new)
+        pieces.append(_by_width(piece, old, new) if kind == "activation" else piece)
     return pl.concat(pieces).sort("part").drop("part", "kind", "where")
 
 
@@ -209,6 +226,21 @@ def _renamed(
         return parts.with_columns(meaning=pl.lit(None, pl.String))
     found = parts.join(known, on=list(columns), how="left", maintain_order="left")
     return found.with_columns(pl.coalesce(f"new_{column}", column).alias(column) for column in columns).drop(meant)
+
+
+def _by_width(parts: pl.DataFrame, old: Symbols, new: Symbols) -> pl.DataFrame:
+    """Activations whose rows mean nothing (several tensors at once): their width changes, rows go as tokens do."""
+    widths = {old[width]: (width, new[width]) for width in reversed((*_WIDTHS, "vocab_part", "head_dim"))}
+    unknown, cols = pl.col("meaning").is_null() & (pl.col("rows") >= old["tokens"] / 2), pl.col("cols")
+    names, sizes = ({key: pair[i] for key, pair in widths.items()} for i in (0, 1))
+    width = pl.when(unknown).then(cols.replace_strict(names, default=None, return_dtype=pl.String))
+    more = new["tokens"] * new["heads"] / (old["tokens"] * old["heads"])
+    more_rows = pl.when(width == "head_dim").then(more).otherwise(new["tokens"] / old["tokens"])
+    return parts.with_columns(
+        rows=pl.when(width.is_null()).then("rows").otherwise((pl.col("rows") * more_rows).round().cast(pl.Int64)),
+        cols=pl.when(width.is_null()).then(cols).otherwise(cols.replace_strict(sizes, default=None)),
+        meaning=pl.coalesce("meaning", pl.format("as tokens {}", width)),
+    )
 
 
 def ratios(

@@ -34,7 +34,7 @@ from lumos_nb.workloads.llm.regrouping import Pipeline, Runs, ends_of_passes, wi
 from lumos_nb.workloads.llm.retiming import KERNEL, parts_of, ratios, symbols, with_sizes
 from lumos_nb.workloads.llm.splicing import splice
 from lumos_nb.workloads.llm.stacking import deepened, levelled
-from lumos_nb.workloads.llm.structure import MESSAGE, Structure, find_structure
+from lumos_nb.workloads.llm.structure import MESSAGE, WORK, Structure, find_structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +255,8 @@ class _Edit:
         sized = sized.with_columns(new_ns=pl.col("time_ns") * ratio)
         self.note("timed anew", sized.filter(ratio != 1.0), "kernels: predicted over predicted", "time_ns")
         self.note("could not see", unseen, "kernels whose sizes are none of the model's: as before", "time_ns")
+        work = pl.col("kind").is_in(WORK) & ~pl.col("op_id").is_in(sized["op_id"].implode())
+        self.note("could not see", graph.ops.filter(work), "kernels of unknown sizes: as before")
         more = sized.group_by("op_id").agg(more_ns=(pl.col("new_ns") - pl.col("time_ns")).sum())
         ops = graph.ops.join(more, on="op_id", how="left", maintain_order="left")
         dur_ns = (pl.col("dur_ns") + pl.col("more_ns").fill_null(0)).round().clip(0).cast(pl.Int64)
