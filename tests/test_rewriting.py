@@ -16,8 +16,9 @@ from lumos_nb.costs.calibration import load_calibration
 from lumos_nb.critical_path import replay
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.graph import Graph, build_graph
-from lumos_nb.layout import Cluster, Parallelism
+from lumos_nb.layout import Cluster, Parallelism, Training
 from lumos_nb.traces.run import Run, load_run
+from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.llm.retiming import KERNEL
 from lumos_nb.workloads.llm.rewriting import Rewritten, rewrite
 from lumos_nb.workloads.llm.structure import find_structure
@@ -232,6 +233,23 @@ def test_a_trace_of_a_gpu_is_rewritten_by_its_kernels(traces: Path) -> None:
     older = Cluster(gpu="A100-SXM-80GB", gpus_per_node=1)
     assert 1.5 < kernels_ns(rewrite(base, calibration="H100-SXM-80GB", onto=older)) / kernels_ns(base) < 3.2
     assert step_ns(rewrite(deep, calibration="H100-SXM-80GB", layers=24)) == step_ns(graph)
+
+
+def test_a_timeline_of_whole_passes_is_scheduled_anew(traces: Path) -> None:
+    graph = build_graph(load_run(traces / "primus/pp8"))
+    model = Transformer(layers=64, hidden=8192, heads=64, ffn=28672, vocab=32000)
+    of = (model, Parallelism(pp=8), Training(micro_batch=1, global_batch=16, seq=4096))
+
+    def under(**fields: Any) -> int:
+        return step_ns(rewrite(graph, Parallelism(**fields), of=of))
+
+    assert under(pp=8) == step_ns(graph)
+    assert under(pp=8, schedule="gpipe") == pytest.approx(step_ns(graph), rel=0.01)  # the same bubble
+    busy = graph.ops.filter(pl.col("kind") == "cpu").group_by("rank").agg(pl.col("dur_ns").sum())["dur_ns"].mean()
+    assert isinstance(busy, float)
+    idle = [under(pp=8, chunks=chunks, schedule=kind) - busy for chunks, kind in ((1, "gpipe"), (2, "interleaved"))]
+    assert 0.4 < idle[1] / idle[0] < 0.65  # Narayanan et al. 2021: half
+    assert under(pp=4) == pytest.approx(2 * (16 + 3) / (16 + 7) * step_ns(graph), rel=0.05)
 
 
 @pytest.mark.parametrize(

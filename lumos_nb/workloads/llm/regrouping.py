@@ -6,8 +6,9 @@ A run of a pass is its layer's, or belongs to the first or the last end of the m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import polars as pl
 
@@ -78,7 +79,11 @@ def _sections(runs: pl.DataFrame) -> pl.Expr:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+Piece = tuple[int, float, int]
+"""A run, the share of its time, and the layer that it is of."""
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """What is asked for, and what was measured to make it from."""
 
@@ -89,7 +94,11 @@ class Pipeline:
     def plan(self) -> pl.DataFrame:
         """`PLAN` and `pass` (row of the schedule; null outside passes) of every rank of the new pipeline."""
         passes = self.schedule()
-        rows = [row for stage in range(self.target[1].pp) for row in self._rank(stage, passes)]
+        rows = [
+            (source, stage, place, share, layer, micro_batch, row)
+            for stage in range(self.target[1].pp)
+            for place, ((source, share, layer), micro_batch, row) in enumerate(self._in_order(stage, passes))
+        ]
         return pl.DataFrame(rows, schema={**PLAN, "pass": pl.Int64}, orient="row")
 
     def schedule(self) -> pl.DataFrame:
@@ -100,35 +109,27 @@ class Pipeline:
             raise LayoutError(f"schedule={kind!r}: a trace's backward passes are not split; take 1f1b or interleaved.")
         return schedule(kind, layout.pp, train.micro_batches(layout), layout.chunks)
 
-    def _rank(self, stage: int, passes: pl.DataFrame) -> Iterator[tuple[int, int, int, int, int | None, int | None]]:
-        place = 0
-        for sources, micro_batch, row in self._in_order(stage, passes):
-            for source, layer in sources:
-                yield source, stage, place, layer, micro_batch, row
-                place += 1
-
-    def _in_order(
-        self, stage: int, passes: pl.DataFrame
-    ) -> Iterator[tuple[list[tuple[int, int]], int | None, int | None]]:
-        """Runs (and layers) of a rank: what begins the step, its passes, what ends it."""
-        layout = self.target[1]
-        depth = layout.pp * layout.chunks
-        twin = self._twin(stage)
-        yield self._outside(BEGIN, twin), None, None
+    def _in_order(self, stage: int, passes: pl.DataFrame) -> Iterator[tuple[Piece, int | None, int | None]]:
+        """What a rank goes through: what begins the step, its passes, what ends it."""
+        layout, table = self.target[1], self._table
+        depth, twin = layout.pp * layout.chunks, self._twin(stage)
+        outside = table.filter((pl.col("stage") == twin) & pl.col("section").is_in([BEGIN, END]))
+        for source in outside.filter(pl.col("section") == BEGIN)["source"]:
+            yield (source, 1.0, OUTSIDE), None, None
         mine = passes.with_row_index("row").filter(pl.col("stage") == stage).sort("position")
         for row, phase, micro_batch, at in mine.select("row", "phase", "micro_batch", "depth").iter_rows():
             measured = self._measured(micro_batch)
-            layers = [(self._layer(phase, layer, measured), layer) for layer in self._held(at)]
-            first = self._end(phase, FIRST, measured) if at == 0 else []
-            last = self._end(phase, LAST, measured) if at == depth - 1 else []
+            layers = self._layers(phase, self._held(at), measured)
+            first = self._ends.get((phase, FIRST, measured), []) if at == 0 else []
+            last = self._ends.get((phase, LAST, measured), []) if at == depth - 1 else []
             found = [*first, *layers, *last] if phase == "forward" else [*last, *layers[::-1], *first]
-            yield found, micro_batch, row
-        yield self._outside(END, twin), None, None
-        held = sorted(layer for chunk in range(layout.chunks) for layer in self._held(chunk * layout.pp + stage))
-        layers = [(self._layer("optimizer", layer, None), layer) for layer in held]
-        first = self._end("optimizer", FIRST, None) if stage == 0 else []
-        last = self._end("optimizer", LAST, None) if stage == layout.pp - 1 else []
-        yield [*first, *layers, *last], None, None
+            yield from ((piece, micro_batch, row) for piece in found)
+        for source in outside.filter(pl.col("section") == END)["source"]:
+            yield (source, 1.0, OUTSIDE), None, None
+        held = [layer for chunk in range(layout.chunks) for layer in self._held(chunk * layout.pp + stage)]
+        first = self._ends.get(("optimizer", FIRST, None), []) if stage == 0 else []
+        last = self._ends.get(("optimizer", LAST, None), []) if stage == layout.pp - 1 else []
+        yield from ((piece, None, None) for piece in (*first, *self._layers("optimizer", held, None), *last))
 
     def _twin(self, stage: int) -> int:
         """The measured stage that is most like a new one: the first and the last are."""
@@ -148,32 +149,54 @@ class Pipeline:
             return here - 1
         return 1 + (micro_batch - 1) % (here - 2)
 
+    @cached_property
     def _table(self) -> pl.DataFrame:
+        """The runs of the first rank of every stage; what is once a step has no micro-batch."""
         first = self.runs.table.group_by("stage").agg(pl.col("rank").min())["rank"]
-        return self.runs.table.filter(pl.col("rank").is_in(first.implode()))
+        once = pl.when(pl.col("phase") != "optimizer").then("micro_batch")
+        return self.runs.table.filter(pl.col("rank").is_in(first.implode())).with_columns(micro_batch=once)
 
-    def _outside(self, section: str, stage: int) -> list[tuple[int, int]]:
-        found = self._table().filter((pl.col("section") == section) & (pl.col("stage") == stage))
-        return [(source, OUTSIDE) for source in found["source"]]
+    @cached_property
+    def _of_layers(self) -> dict[tuple[str, int, int | None], int]:
+        """Phase, layer and micro-batch -> its run."""
+        inside = self._table.filter(pl.col("layer") >= 0)
+        return {(phase, layer, mb): run for phase, layer, mb, run in inside[_KEY].rows()}
 
-    def _end(self, phase: str, section: str, micro_batch: int | None) -> list[tuple[int, int]]:
-        stage = 0 if section == FIRST else self.runs.table["stage"].max()
-        chosen = (pl.col("section") == section) & (pl.col("phase") == phase) & (pl.col("stage") == stage)
-        found = self._table().filter(chosen)
-        if micro_batch is not None:
-            found = found.filter(pl.col("micro_batch") == micro_batch)
-        return [(source, OUTSIDE) for source in found["source"]]
+    @cached_property
+    def _ends(self) -> dict[tuple[str, str, int | None], list[Piece]]:
+        """Phase, end of the model and micro-batch -> its runs."""
+        ends: dict[tuple[str, str, int | None], list[Piece]] = {}
+        table = self._table.filter(pl.col("section").is_in([FIRST, LAST]))
+        for phase, section, micro_batch, source in table.select(
+            "phase", "section", "micro_batch", "source"
+        ).iter_rows():
+            ends.setdefault((phase, section, micro_batch), []).append((source, 1.0, OUTSIDE))
+        return ends
 
-    def _layer(self, phase: str, layer: int, micro_batch: int | None) -> int:
-        """The run of a layer: that of the measured layer of this number, from the first again."""
-        chosen = (pl.col("phase") == phase) & (pl.col("layer") == layer % self.was[0].layers)
-        found = self._table().filter(chosen)
-        if micro_batch is not None:
-            found = found.filter(pl.col("micro_batch") == micro_batch)
-        if found.is_empty():
-            what = f"the {phase} pass of layer {layer % self.was[0].layers}"
-            raise LayoutError(f"the structure of the trace lacks {what}, so the pipeline cannot be laid out anew.")
-        return int(found["source"][0])
+    def _layers(self, phase: str, layers: Sequence[int], micro_batch: int | None) -> list[Piece]:
+        """Runs of some layers: those of the measured layers of their numbers, from the first again.
+
+        Where a trace shows several layers as one (`structure.WHOLE`), each has its share of that.
+        """
+        shown = len({layer for _, layer, _ in self._of_layers})
+        together = self.was[0].layers / max(shown, 1)
+        pieces: list[Piece] = []
+        for layer in layers:
+            block = int(layer % self.was[0].layers // together)
+            source = self._of_layers.get((phase, block, micro_batch))
+            if source is None and phase == "optimizer":
+                continue
+            if source is None:
+                what = f"{phase} pass {micro_batch} of layer {block}"
+                raise LayoutError(f"the structure of the trace lacks {what}: the pipeline cannot be laid out anew.")
+            if pieces and pieces[-1][0] == source and together > 1:
+                pieces[-1] = (source, pieces[-1][1] + 1 / together, pieces[-1][2])
+            else:
+                pieces.append((source, 1 / together, layer))
+        return pieces
+
+
+_KEY = ["phase", "layer", "micro_batch", "source"]
 
 
 def ends_of_passes(graph: Graph, copies: pl.DataFrame, plan: pl.DataFrame) -> pl.DataFrame:

@@ -31,10 +31,10 @@ from lumos_nb.workloads.llm.exchanging import (
 )
 from lumos_nb.workloads.llm.reading import Setup, read_setup
 from lumos_nb.workloads.llm.regrouping import Pipeline, Runs, ends_of_passes, with_messages
-from lumos_nb.workloads.llm.retiming import KERNEL, parts_of, ratios, symbols, with_sizes
+from lumos_nb.workloads.llm.retiming import KERNEL, PARTS, parts_of, ratios, symbols, with_sizes
 from lumos_nb.workloads.llm.splicing import splice
 from lumos_nb.workloads.llm.stacking import deepened, levelled
-from lumos_nb.workloads.llm.structure import MESSAGE, WORK, Structure, find_structure
+from lumos_nb.workloads.llm.structure import MESSAGE, MESSAGES, WORK, Structure, find_structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,9 @@ def rewrite(
     if known and known.measured and graph.ops is known.measured[3]:  # not edited since: start from what was measured
         base, setup, parts, _ = known.measured
     structure = find_structure(base)
-    parts = parts_of(base, run) if parts is None else parts
+    if parts is None and (setup is None or _sizes_differ(setup, _target(setup, to, model, train, sizes), onto)):
+        parts = parts_of(base, run)
+    parts = pl.DataFrame(schema=PARTS) if parts is None else parts
     placed = _placed(parts, structure, base)
     was = setup or read_setup(base, structure, placed)
     target = _target(current or was, to, model, train, sizes)
@@ -129,6 +131,10 @@ def rewrite(
         setup=target, parts=edit.parts.select("op_id", *KERNEL, "time_ns"),
         measured=(base, was, parts, made.ops),
     )  # fmt: skip
+
+
+def _sizes_differ(was: Setup, target: Setup, onto: Cluster | None) -> bool:
+    return symbols(*was) != symbols(*target) or onto is not None
 
 
 def _placed(parts: pl.DataFrame, structure: Structure, graph: Graph) -> pl.DataFrame:
@@ -223,8 +229,7 @@ class _Edit:
         model, _, train = self.target
         size = train.micro_batch * train.seq * model.hidden * SIZE_OF[train.dtype]
         ends = ends_of_passes(graph, copies, plan)
-        took = round(float(self._prices(self.onto).ns(pl.Series(["send"]), pl.Series([size]), pl.Series([2]))[0]))
-        made = with_messages(graph, passes, ends, took)
+        made = with_messages(graph, passes, ends, self._message_ns(size))
         host_ns = _host_of_messages(self.base, self.structure)
         if host_ns:
             where = pl.col("op_id").is_in(ends["last"].implode())
@@ -233,6 +238,21 @@ class _Edit:
         known = "as measured" if host_ns else "not known: none were measured"
         self.note("inserted", new, f"messages of {size} bytes between stages; the host's time for them {known}")
         return made
+
+    def _message_ns(self, size: int) -> int:
+        """How long a message takes: as measured between stages, for other sizes by the ratio of predictions."""
+        model, _, train = self.was
+        old = train.micro_batch * train.seq * model.hidden * SIZE_OF[train.dtype]
+        took = self.base.ops.filter((pl.col("kind") == "comm") & pl.col("collective").is_in(MESSAGES))
+        received = took.filter(pl.col("collective") != "send")
+        measured = float((received if received.height else took)["dur_ns"].median() or 0)  # type: ignore[arg-type]
+        if measured and old == size and not self.onto:
+            return round(measured)
+        ask = (pl.Series(["send"]), pl.Series([size]), pl.Series([2]))
+        new_ns = float(self._prices(self.onto).ns(*ask)[0])
+        if not measured:
+            return round(new_ns)
+        return round(measured * new_ns / float(self._prices().ns(ask[0], pl.Series([old]), ask[2])[0]))
 
     def _prices(self, cluster: Cluster | None = None) -> Prices:
         """Of collectives, on this cluster or the one where it ran."""
@@ -305,9 +325,10 @@ class _Edit:
 
 
 def _host_of_messages(graph: Graph, structure: Structure) -> int:
-    """What messages cost the host between two passes, on average; 0 where none were measured."""
-    rows = structure.ops.join(graph.ops.select("op_id", "kind", "lane", "dur_ns"), on="op_id")
-    host = rows.filter((pl.col("phase") == MESSAGE) & pl.col("kind").is_in(["gap", "launch", "cpu", "wait"]))
+    """What messages usually cost the host for a pass; 0 where none were measured."""
+    rows = structure.ops.join(graph.ops.select("op_id", "kind", "dur_ns"), on="op_id")
+    host_ns = pl.col("dur_ns").filter(pl.col("kind").is_in(["gap", "launch", "cpu", "wait"])).sum()
+    exchanges = rows.filter(phase=MESSAGE).group_by("rank", "run").agg(host_ns)["dur_ns"]
     passes = rows.filter(pl.col("phase").is_in(["forward", "backward"]) & (pl.col("micro_batch") >= 0))
     count = passes.select("rank", "phase", "micro_batch").unique().height
-    return round(host["dur_ns"].sum() / count) if count else 0
+    return round(float(exchanges.median()) * len(exchanges) / count) if count and len(exchanges) else 0  # type: ignore[arg-type]

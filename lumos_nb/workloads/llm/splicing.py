@@ -1,7 +1,8 @@
 """A graph made of the runs of another one, in another order, some several times, some not, some on other ranks.
 
 A run is a stretch of a rank's work with all that it issues (`structure`). A *plan* says which runs the new graph has:
-`source` (number of the run), `to_rank`, `place` (order on that rank), and `layer` and `micro_batch` as they are then.
+`source` (number of the run), `to_rank`, `place` (order on that rank), `share` of its time (1 but for timelines, where a
+run may be of several layers), and `layer` and `micro_batch` as they are then.
 Edges inside a run come with each copy of it. Order on a thread or stream is made anew. What else led from run to run
 leads from the nearest copy before, or between ranks from the copy of the same number.
 """
@@ -24,6 +25,7 @@ PLAN = {
     "source": pl.Int64(),
     "to_rank": pl.Int32(),
     "place": pl.Int64(),
+    "share": pl.Float64(),
     "layer": pl.Int32(),
     "micro_batch": pl.Int32(),
 }
@@ -93,12 +95,13 @@ def _lane_names(graph: Graph) -> pl.DataFrame:
 
 
 def _ops(graph: Graph, copies: pl.DataFrame) -> pl.DataFrame:
-    about = copies.select("from_id", "copy", "to_rank", "layer", "micro_batch", new_id="op_id", to_lane="lane")
+    about = copies.select("from_id", "copy", "to_rank", "layer", "micro_batch", "share", new_id="op_id", to_lane="lane")
     ops = about.join(graph.ops, left_on="from_id", right_on="op_id", suffix="_was", maintain_order="left")
     ops = ops.with_columns(
         op_id="new_id",
         rank="to_rank",
         lane="to_lane",
+        dur_ns=(pl.col("dur_ns") * pl.col("share").fill_null(1.0)).round().cast(pl.Int64),
         device=pl.when(pl.col("device").is_not_null()).then(
             pl.coalesce(pl.col("to_lane").str.extract(r"^gpu(\d+)").cast(pl.Int32), "device")
         ),

@@ -17,14 +17,14 @@ from lumos_nb.workloads.llm.structure import OUTSIDE
 
 def deepened(runs: pl.DataFrame, was: Setup, target: Setup) -> pl.DataFrame:
     """The plan with each stack of layers as deep as it is to be: its layers in turn, from the first again."""
-    rows: list[tuple[int, int, int, int | None, int | None]] = []
+    rows: list[tuple[int, int, int, float, int | None, int | None]] = []
     for (rank,), of_rank in runs.group_by("rank", maintain_order=True):
         held = sorted(set(of_rank.filter(pl.col("layer") >= 0)["layer"].to_list()))
         want = _share(len(held), was, target)
         place = 0
         for stack in _stacks(of_rank, held):
             for source, layer, micro_batch in _turned(stack, want):
-                rows.append((source, int(str(rank)), place, layer, micro_batch))
+                rows.append((source, int(str(rank)), place, 1.0, layer, micro_batch))
                 place += 1
     plan = pl.DataFrame(rows, schema=PLAN, orient="row")
     return _numbered(plan, runs)

@@ -121,10 +121,11 @@ _ON_THREAD = pl.col("kind").is_in(["cpu", "gap", "launch", "alloc", "wait"]) & p
 
 def _in_phases(ops: pl.DataFrame) -> pl.DataFrame:
     """Rows of the host's threads with their `phase`, null in gaps."""
-    rows = ops.filter(_ON_THREAD).with_row_index("row")
+    own = pl.col("lane").str.starts_with("cpu:") & pl.col("collective").is_in(MESSAGES)  # as in timelines
+    rows = ops.filter(_ON_THREAD | own.fill_null(False)).with_row_index("row")
     sent = ops.filter(pl.col("collective").is_in(MESSAGES)).select("rank", "correlation").drop_nulls().unique()
     rows = rows.join(sent.with_columns(sent=True), on=["rank", "correlation"], how="left", maintain_order="left")
-    message = pl.col("sent").fill_null(False)
+    message = (pl.col("sent") | pl.col("collective").is_in(MESSAGES)).fill_null(False)
     known = pl.when(~pl.col("phase").is_in(["other", MESSAGE]) & ~message).then("phase")
     lane = ["rank", "lane"]
     return rows.with_columns(
