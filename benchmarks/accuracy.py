@@ -15,6 +15,7 @@ from benchmarks.collective_accuracy import collective_rows
 from benchmarks.cpu_accuracy import cpu_rows
 from benchmarks.frictions import friction_rows
 from benchmarks.kernel_accuracy import kernel_rows
+from benchmarks.llm_accuracy import llm_rows
 from benchmarks.memory_accuracy import memory_rows
 from benchmarks.overhead_accuracy import overhead_rows
 from benchmarks.pipelines import pipeline_rows
@@ -163,7 +164,8 @@ def main() -> None:
     if TRACES.is_dir():
         rows += trace_rows()
         rows += pipeline_rows(TRACES)
-        rows += [*overhead_rows(), *friction_rows(), *trace_kernel_rows(), *schedule_rows(TRACES), *memory_rows()]
+        rows += [*overhead_rows(), *friction_rows(), *trace_kernel_rows(), *schedule_rows(TRACES)]
+        rows += [*memory_rows(), *llm_rows()]
     else:
         print(f"no {TRACES}: rows of other people's recordings stay as they are", file=sys.stderr)
     record(ACCURACY, rows)

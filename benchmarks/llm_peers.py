@@ -99,12 +99,12 @@ def _layer(job: Job) -> tuple[float, float]:
 
 
 def _collective(job: Job, group: str, size_bytes: float) -> float:
-    """Seconds of a ring over a group of ranks on the slower of the fabrics that it crosses; a message: `size_bytes`."""
+    """Seconds of a ring over a group of ranks, whose members on a node share its network; a message: `size_bytes`."""
     layout, cluster = job.layout, job.cluster
     ranks = layout.groups("dp_cp" if group == "dp" else group)
-    nodes, _ = cluster.span(ranks[:, :2] if group == "pp" else ranks)
+    nodes, members = cluster.span(ranks[:, :2] if group == "pp" else ranks)
     fabric = cluster.between_sheet if nodes > 1 else cluster.inside_sheet
     assert fabric is not None
-    n = ranks.shape[1]
-    steps = 1 if group == "pp" else (n - 1) / n
-    return size_bytes * steps / (fabric.bytes_per_s * NETWORK) + fabric.latency_us * 1e-6
+    at_once = members if nodes > 1 else 1
+    steps = 1 if group == "pp" else (ranks.shape[1] - 1) / ranks.shape[1]
+    return size_bytes * steps / (fabric.bytes_per_s * NETWORK * at_once) + fabric.latency_us * 1e-6

@@ -40,10 +40,10 @@ def test_rows_that_were_refused_do_not_count():
 
 
 def test_a_factor_is_that_of_other_origins_each_of_which_counts_alike():
-    rows = runs(("a", 7, 1), ("b", 1, 2), ("b", 1, 2), ("b", 1, 2), ("c", 1, 8))
-    assert factor_of_others(rows, "a") == pytest.approx(4)
-    others = rows.with_columns(use=pl.when(pl.col("name") == "c").then(pl.lit("stress")).otherwise("use"))
-    assert factor_of_others(others, "a") == pytest.approx(2)
+    rows = runs(("vTrain", 7, 1), *[("tr11", 1, 2)] * 3, ("fms-fsdp", 1, 8))
+    assert factor_of_others(rows, "vTrain") == pytest.approx(4)
+    contaminated = runs(("nanotron, 4-32 nodes", 1, 99), ("NeMo", 1, 99))
+    assert factor_of_others(rows.vstack(contaminated), "vTrain") == pytest.approx(4)
 
 
 def test_with_one_run_known_only_what_differs_from_it_is_an_error():

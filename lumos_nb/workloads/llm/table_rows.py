@@ -129,7 +129,7 @@ def _setup(reader: Reader) -> Setup:
     layout = Parallelism(
         tp=tp, pp=pp, cp=cp, ep=ep, etp=_expert_tp(reader, tp, ep, cp * dp), dp=dp, chunks=chunks, schedule=schedule,
         sequence_parallel=tp > 1 and style.sp,
-        split=_split(reader, model, pp, pp * chunks, by_cost=style.name == "nanotron"),
+        split=_split(reader, model, pp, pp * chunks, by_cost=style.name.startswith("nanotron")),
         **_sharding(reader, style, dp * cp, cluster.gpus_per_node // min(cluster.gpus_per_node, tp)),
     )  # fmt: skip
     dtype = style.named(reader, "precision", words.PRECISIONS, "bf16")

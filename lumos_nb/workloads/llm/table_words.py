@@ -110,15 +110,14 @@ class Framework(NamedTuple):
 _SERIAL = {"overlap_grads": False, "overlap_weights": False}
 _MEGATRON = {"sequence_parallel": True, "zero": 1, "bucket_bytes": 160_000_000, "kernels": "fused"}  # 40 million grads
 _TORCH = {"sequence_parallel": False, "zero": 0, "bucket_bytes": 25 << 20, "fused_grads": False, "kernels": "eager"}
-_FSDP = _TORCH | {"zero": 3}
+_FSDP = _TORCH | {"zero": 3, "early_stop": True}
 _ENGINE = r"megatron|nemo|dgxc|mlcommons|mlperf|dist-opt|distributed optimizer"
+# memory of its rows says that the gathered sequence is kept
+_NANOTRON = _TORCH | {"sequence_parallel": True, "regather": False, "bucket_copies": True, "logit_bytes": 14}
 FRAMEWORKS = (
-    Framework(
-        "nanotron",
-        r"nanotron",
-        # memory of its rows says that the gathered sequence is kept
-        _TORCH | {"sequence_parallel": True, "regather": False, "bucket_copies": True, "logit_bytes": 14},
-    ),
+    # with gradients added up in fp32 and ZeRO, it has no DistributedDataParallel
+    Framework("nanotron with ZeRO", r"nanotron.*\| zero", _NANOTRON | _SERIAL),
+    Framework("nanotron", r"nanotron", _NANOTRON),
     # its pipelines add up gradients behind the last backward pass; it came before flash attention
     Framework(
         "Megatron-DeepSpeed",
