@@ -139,9 +139,10 @@ def _rows(ranks: npt.NDArray[np.int64], axes: tuple[int, ...]) -> npt.NDArray[np
 class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One step: batches in sequences of `seq` tokens, number formats, recomputation, optimizer and what overlaps.
 
-    `recompute` "selective" repeats the attention core, "full" every layer from its input. `flash` attention keeps no
-    seq x seq matrices, and `attention` is the implementation whose price it has (of those that a calibration knows; ""
-    is the fastest of them); `dropout` keeps masks. `master` holds weights and optimizer states in fp32 beside those of
+    `recompute` "selective" repeats the attention core, "full" every layer from its input (with `early_stop` only what
+    the backward pass needs, as torch's non-reentrant checkpoints do). `flash` attention keeps no seq x seq matrices,
+    and `attention` is the implementation whose price it has (of those that a calibration knows; "" is the fastest of
+    them); `dropout` keeps masks. `master` holds weights and optimizer states in fp32 beside those of
     `dtype`. `capacity` is the experts' capacity factor (0: no token is dropped) and `imbalance` the ratio of the
     busiest expert rank's tokens to the mean. `bucket_bytes` is what one reduction of gradients takes (0: all at once).
 
@@ -170,6 +171,7 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dtype: Literal["bf16", "fp16", "fp32", "tf32", "fp8"] = "bf16"
     grad_dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
     recompute: Literal["none", "selective", "full"] = "none"
+    early_stop: bool = False
     flash: bool = True
     attention: str = "FlashAttention-2"
     dropout: bool = False

@@ -40,8 +40,8 @@ class Estimate:
     ----------
     model, layout, train, cluster
         What was asked.
-    calibration
-        Name of what priced it.
+    calibration, surcharges
+        Name of what priced it, and what a step costs beyond that.
     step
         Rows and waits; `graph` is the same as tables.
     dur_ns, step_ns
@@ -55,6 +55,7 @@ class Estimate:
     train: Training
     cluster: Cluster
     calibration: str
+    surcharges: Surcharges
     step: Step
     dur_ns: NDArray[np.int64]
     step_ns: int
@@ -77,15 +78,17 @@ class Estimate:
 
     @cached_property
     def spread(self) -> float:
-        """Standard deviation of the step time's logarithm, from the intervals of the prices on the critical path.
+        """Standard deviation of the step time's logarithm.
 
-        Prices of one family err together and those of different families apart.
+        That of sources which nothing was fitted on, and beside it the intervals of what data sheets alone price on the
+        critical path; of one family, all err together.
         """
-        table, path = self.step.table, self.result.path.filter(pl.col("path_ns") > 0)
-        rows = table[self.step.row[path["op_id"].to_numpy()]]
-        width = (pl.col("high_us") / pl.col("low_us")).log().fill_nan(0) / (2 * NORMAL_90)
-        errs = rows.select("family", err=path["path_ns"] * width).group_by("family").agg(pl.col("err").sum())
-        return float(errs.select((pl.col("err") ** 2).sum().sqrt()).item()) / self.step_ns
+        path = self.result.path.filter(pl.col("path_ns") > 0)
+        rows = self.step.table[self.step.row[path["op_id"].to_numpy()]].with_columns(path["path_ns"])
+        width = (pl.col("high_us") / pl.col("low_us")).log() / (2 * NORMAL_90)
+        unmeasured = rows.filter((pl.col("basis") == "data sheet") & (pl.col("low_us") > 0))
+        by_family = unmeasured.group_by("family").agg(err=(pl.col("path_ns") * width).sum() / self.step_ns)
+        return math.hypot(self.surcharges.spread, *by_family["err"])
 
     @property
     def low_s(self) -> float:
@@ -250,8 +253,8 @@ def estimate(
     """
     prices = prices_of(cluster, calibration)
     tables = tables_of(model, layout, train, cluster, prices)
-    found = laid_out(tables, layout, train, cluster, bundled().every if surcharges is None else surcharges)
-    return Estimate(model, layout, train, cluster, prices.name, *found)
+    extra = bundled().every if surcharges is None else surcharges
+    return Estimate(model, layout, train, cluster, prices.name, extra, *laid_out(tables, layout, train, cluster, extra))
 
 
 def tables_of(

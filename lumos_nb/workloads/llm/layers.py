@@ -139,20 +139,32 @@ class Rank:
         row = {"kind": "compute", "op": op, "dtype": self.train.dtype, "groups": mine.copies, "m": m, "n": n, "k": k}
         row["weight"] = weight.name
         back = row | {"op": op.removesuffix("_bias")}
-        by_weight = {"pass": "bwd_grad_w", "accumulate": True, "out_dtype": self.train.grad_dtype}
-        return Block([row | {"pass": "fwd"}], [back | {"pass": "bwd_grad_act"}, back | by_weight])
+        apart = self.adds_apart
+        by_weight = {"pass": "bwd_grad_w", "accumulate": not apart}
+        by_weight["out_dtype"] = self.dtype if apart else self.train.grad_dtype
+        add: Row = {"kind": "compute", "op": "add", "dtype": self.train.grad_dtype, "pass": "fwd"}
+        add |= {"phase": "backward_weight", "weight": weight.name, "rows": mine.copies * n, "cols": k}
+        backward = [back | {"pass": "bwd_grad_act"}, back | by_weight, *([add] if apart else [])]
+        return Block([row | {"pass": "fwd"}], backward)
+
+    @cached_property
+    def adds_apart(self) -> bool:
+        """Whether a gradient is added to those of other micro-batches by a kernel of its own."""
+        train, layout = self.train, self.layout
+        several = train.micro_batches(layout) > 1 or train.grad_dtype != self.dtype
+        return not train.fused_grads and layout.zero < 3 and several
 
     def linear(self, weight: Weight) -> Block:
         """A product with a weight, cut as it says, and what tensor parallelism exchanges before and after."""
         (out, into), sp = weight.shape, self.layout.sequence_parallel
         if weight.split == "none":
             return self.product(weight, self.rows)
-        forward, (act, by_weight) = product = self.product(weight, self.tokens)
+        forward, (act, *by_weight) = product = self.product(weight, self.tokens)
         if weight.split == "in":
             return chain([product, self.sums("tp", self.wide(out), sp)])
         before, after = self.spreads("tp", self.wide(into), sp)
         anew = [row | {"phase": "backward_weight"} for row in before] if self.train.regather else []
-        return Block([*before, *forward], [*anew, act, *after, by_weight])
+        return Block([*before, *forward], [*anew, act, *after, *by_weight])
 
     def wide(self, numbers: int) -> int:
         """Bytes of so many numbers for every token."""
@@ -309,7 +321,7 @@ class Rank:
         named = {(w.part, w.name): w for w in weights}
         parts = [(part, make, named.get((part, of))) for part, of, make in PARTS]
         block = chain(_parted(part, make(self, weight)) for part, make, weight in parts if weight)
-        return _repeated(block) if self.train.recompute == "full" else block
+        return _repeated(block, early_stop=self.train.early_stop) if self.train.recompute == "full" else block
 
 
 Maker = Callable[[Rank, Weight], Block]
@@ -350,6 +362,9 @@ def _parted(part: str, block: Block) -> Block:
     return Block(*([{"part": part} | row for row in rows] for rows in block))
 
 
-def _repeated(block: Block) -> Block:
-    """Backward begins with forward once more."""
-    return block._replace(backward=[*(row | {"again": True} for row in block.forward), *block.backward])
+def _repeated(block: Block, *, early_stop: bool = False) -> Block:
+    """Backward begins with forward once more; stopping early, without the last product and what comes behind it."""
+    again = block.forward
+    if early_stop:
+        again = again[: max(i for i, row in enumerate(again) if row.get("weight") and row.get("k"))]
+    return block._replace(backward=[*(row | {"again": True} for row in again), *block.backward])

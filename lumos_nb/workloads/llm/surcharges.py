@@ -28,13 +28,14 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes
     ----------
     sustained
-        By GPU: the share of its microbenchmarked rate that products keep when they run for seconds (power, clocks).
+        By GPU: the share of its microbenchmarked rate that products keep when they run for seconds (power, clocks);
+        those in fp8 are left alone, of which no burst was measured.
     host
         By GPU: how many times longer the hosts of its age take than those of H100s.
     moves
         By kind of kernels: how many times as long what is no product takes as the prices of fused kernels say.
-    optimizer
-        By kind of kernels: the same of the optimizer's step.
+    optimizer, loss
+        By kind of kernels: the same of the optimizer's step and of the loss.
     launch_us
         By kind of kernels: host time for a compute row of the work table (eager ones launch several kernels each).
     launch_comm_us
@@ -47,12 +48,15 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         How much longer a kernel takes that runs beside collectives all the time, and the reverse.
     apart
         Standard deviation of the speed of GPUs of one kind: the slowest of all paces a step.
+    spread
+        Standard deviation of the logarithm of predicted over measured, of sources that no constant was fitted on.
     """
 
     sustained: dict[str, float] = {}
     host: dict[str, float] = {}
     moves: dict[str, float] = {}
     optimizer: dict[str, float] = {}
+    loss: dict[str, float] = {}
     launch_us: dict[str, float] = {}
     launch_comm_us: float = 0.0
     gap_us: dict[str, float] = {}
@@ -61,6 +65,7 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     compute_slowed: float = 0.0
     comm_slowed: float = 0.0
     apart: float = 0.0
+    spread: float = 0.0
 
     def applied(self, table: pl.DataFrame, train: Training, cluster: Cluster) -> pl.DataFrame:
         """A priced table (`pricing.priced`) with times as in a step, and `launch_us`, the host's time for each row.
@@ -68,8 +73,8 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Examples
         --------
         >>> train, one = Training(micro_batch=1, global_batch=1, seq=2048), Cluster(gpu="H100", gpus_per_node=1)
-        >>> table = pl.DataFrame({"kind": ["compute"], "op": ["gemm"], "phase": ["forward"], "nodes": [None]})
-        >>> table = table.with_columns(dur_us=90.0, low_us=80.0, high_us=100.0)
+        >>> table = pl.DataFrame({"kind": ["compute"], "op": ["gemm"], "dtype": ["bf16"], "nodes": [None]})
+        >>> table = table.with_columns(phase=pl.lit("forward"), dur_us=90.0, low_us=80.0, high_us=100.0)
         >>> Surcharges(sustained={"H100-SXM-80GB": 0.75}).applied(table, train, one)["dur_us"].item()
         120.0
         """
@@ -81,7 +86,9 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             .when(pl.col("phase") == "optimizer")
             .then(slowest * self.optimizer.get(kind, 1.0))
             .when(pl.col("op").is_in(PRODUCTS))
-            .then(slowest / _of_gpu(self.sustained, cluster))
+            .then(slowest / pl.when(pl.col("dtype") == "fp8").then(1.0).otherwise(_of_gpu(self.sustained, cluster)))
+            .when(pl.col("op") == "cross_entropy")
+            .then(slowest * self.loss.get(kind, 1.0))
             .otherwise(slowest * self.moves.get(kind, 1.0))
         )
         gap_us = pl.when(is_compute).then(self.gap_us.get(kind, 0.0)).otherwise(0.0)
