@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+import msgspec
+import numpy as np
 import polars as pl
 import pytest
 
+from lumos_nb.costs.calibration import load_calibration
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.layout import Cluster, Training, Transformer, problems
 from lumos_nb.transformer import Mla, Moe
 from lumos_nb.workloads.llm.candidates import AXES, candidate, candidates
-from lumos_nb.workloads.llm.memory import peak_bytes
+from lumos_nb.workloads.llm.estimates import estimate
+from lumos_nb.workloads.llm.memory import memory, peak_bytes
+from lumos_nb.workloads.llm.pass_times import Job
 from lumos_nb.workloads.llm.peaks import peaks
+from lumos_nb.workloads.llm.screening import Found, search
+from lumos_nb.workloads.llm.step_times import screen
+from lumos_nb.workloads.llm.surcharges import Surcharges, bundled
 
 NODES = Cluster(gpu="H100-SXM-80GB", nodes=4, gpus_per_node=8, inside="NVLink4 NVSwitch", between="InfiniBand NDR 400")
 DENSE = Transformer(layers=12, hidden=2048, heads=16, kv_heads=4, ffn=8192, vocab=50000)
@@ -105,3 +116,145 @@ def test_peaks_are_those_of_memory(model, setting):
 def test_no_layouts_have_no_peaks():
     most, stage = peaks(DENSE, TRAIN, feasible(DENSE, tp=3))
     assert most.shape == stage.shape == (0,)
+
+
+ROUTED = Transformer(
+    layers=8, hidden=1024, heads=16, kv_heads=4, ffn=4096, vocab=32000, moe=Moe(experts=8, topk=2, ffn=4096)
+)
+H100 = load_calibration("H100-SXM-80GB")
+SMALL = Training(micro_batch=1, global_batch=64, seq=2048)
+SEEDS = range(2)
+OVERLAPS = ("overlap_tp", "overlap_wgrad", "overlap_pp")
+
+
+def errors(model: Transformer, train: Training, seed: int, count: int, **ranges: object) -> pl.DataFrame:
+    """Random layouts with the screen's `error` against the replay, in percent."""
+    found = feasible(model, train, **ranges).sample(count, seed=seed)
+    screened = screen(Job(model, train, NODES, H100, bundled().every), found)
+    replayed = [estimate(model, *candidate(row, train, NODES), H100).step_s for row in found.iter_rows(named=True)]
+    return found.with_columns(error=pl.Series(100 * (screened / np.array(replayed) - 1)))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        pytest.param(DENSE, {}, id="Llama"),
+        pytest.param(GPT, {"bucket_bytes": 25_000_000}, id="GPT with small buckets"),
+        pytest.param(DENSE, {"overlap_tp": True}, id="tensor parallel pieces"),
+        pytest.param(DENSE, {"overlap_wgrad": False, "overlap_pp": False}, id="nothing beside products"),
+        pytest.param(GPT, {"kernels": "eager"}, id="host-bound"),
+    ],
+)
+def test_screen_and_replay_agree_within_3_percent(model, changes, seed):
+    train = msgspec.structs.replace(SMALL, **changes)
+    found = errors(model, train, seed, 6, cp_mode=["ring", "all_gather"])
+    assert found["error"].abs().max() < 3, found.sort(pl.col("error").abs()).tail(1).rows()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("model", [pytest.param(MIXED, id="DeepSeek"), pytest.param(ROUTED, id="Mixtral")])
+def test_screen_of_experts_agrees_within_3_percent_and_6_where_their_weights_are_gathered(model, seed):
+    found = errors(model, SMALL, seed, 6)
+    most = pl.when(pl.col("zero") == 3).then(6).otherwise(3)
+    assert found.filter(pl.col("error").abs() > most).is_empty(), found.sort(pl.col("error").abs()).tail(1).rows()
+
+
+def test_steps_of_many_micro_batches_are_followed_as_if_all_were():
+    many = msgspec.structs.replace(SMALL, global_batch=1024)
+    found = errors(DENSE, many, 0, 4, pp=[4, 8], micro_batch=1, cp=1)
+    assert found["error"].abs().max() < 3
+
+
+def found_of(**options: object) -> Found:
+    """A small search."""
+    ranges = {"cp": 1, "micro_batch": [1, 2], "schedule": ["1f1b", "interleaved"], "chunks": [1, 3], "tp": [1, 8]}
+    return search(DENSE, NODES, SMALL, H100, **{"keep": 3, **ranges, **options})
+
+
+def test_the_best_are_estimated_and_come_first():
+    found = found_of()
+    frame = found.frame
+    feasible = frame.filter("feasible")
+    assert frame["feasible"].to_list() == sorted(frame["feasible"].to_list(), reverse=True)
+    assert feasible["replayed_s"].null_count() == feasible.height - 3
+    assert feasible.head(3)["step_s"].is_sorted()
+    assert feasible.slice(3)["screened_s"].is_sorted()
+    best = estimate(DENSE, *found.best, H100)
+    assert frame["step_s"][0] == frame["replayed_s"][0] == best.step_s
+    assert frame["tokens_per_s"][0] == pytest.approx(best.tokens_per_s)
+    assert frame["low_s"][0] == best.low_s < best.step_s < best.high_s
+    assert found.pick(5).layout.world == 32
+    with pytest.raises(InputError, match="row 99999"):
+        found.pick(99999)
+
+
+def test_an_executor_changes_nothing_and_progress_is_told():
+    told: list[tuple[str, int, int]] = []
+    with ThreadPoolExecutor(2) as executor:
+        found = found_of(executor=executor, progress=lambda *done: told.append(done))
+    assert found.frame.equals(found_of().frame)
+    assert [what for what, *_ in told] == ["memory", "screen", "screen", "replay", "replay", "replay"]
+    assert all(done <= of for _, done, of in told)
+    assert told[-1] == ("replay", 3, 3)
+
+
+def test_processes_replay():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        found = found_of(executor=executor, keep=1, tp=8, micro_batch=1, zero=0)
+    assert found.frame["replayed_s"][0] == estimate(DENSE, *found.best, H100).step_s
+
+
+def test_what_does_not_fit_says_how_much_it_needs_and_where():
+    small = msgspec.structs.replace(H100.gpu, memory_bytes=9e9)
+    cluster = msgspec.structs.replace(NODES, gpu=small)
+    found = search(DENSE, cluster, SMALL, H100.for_gpu(small), keep=0, cp=1, schedule="1f1b", pp=[1, 4])
+    full = found.frame.filter(pl.col("why_not").str.starts_with("memory"))
+    assert 0 < full.height < found.frame.height
+    assert full["memory_bytes"].min() > 9e9 >= found.feasible["memory_bytes"].max()
+    row = full.row(0, named=True)
+    layout, train, _ = candidate(row, SMALL, cluster)
+    of_stage = memory(DENSE, layout, train).group_by("stage").agg(pl.col("bytes").sum())
+    at = of_stage.filter(stage=row["memory_stage"])["bytes"].item()
+    assert at == of_stage["bytes"].max() == pytest.approx(row["memory_bytes"])
+    needs = f"memory: pipeline rank {row['memory_stage']} needs {at / 1e9:.1f} GB of 9.00 GB; cut further"
+    assert row["why_not"].startswith(needs)
+
+
+def test_the_front_holds_all_that_nothing_beats_and_nothing_else():
+    found = found_of(gpus=[8, 16, 32], keep=0)
+    rows = found.feasible.select("gpus", "step_s", "memory_bytes").unique().rows()
+    unbeaten = {
+        row
+        for row in rows
+        if not any(other != row and all(a <= b for a, b in zip(other, row, strict=True)) for other in rows)
+    }
+    assert set(found.pareto.select("gpus", "step_s", "memory_bytes").rows()) == unbeaten
+    assert len(found.pareto["gpus"].unique()) > 1
+
+
+def test_a_search_shows_itself():
+    text, html = repr(found_of()), found_of()._repr_html_()
+    assert "32 GPUs" in text or "layouts can be and fit, 3 replayed" in text
+    assert "step s" in text
+    assert "<table>" in html
+
+
+def test_where_nothing_can_be_the_obstacle_is_named():
+    found = found_of(tp=3, gpus=24)
+    assert found.pareto.is_empty()
+    with pytest.raises(LayoutError, match=r"no layout of \d+ can be. In the way: Parallelism: tp \(\d+\)"):
+        _ = found.best
+
+
+def test_surcharges_reach_screen_and_replay():
+    slow = Surcharges(sustained={"other": 0.5})
+    found = found_of(surcharges=slow, keep=1)
+    assert found.frame["replayed_s"][0] == estimate(DENSE, *found.best, H100, surcharges=slow).step_s
+    assert found.frame["screened_s"][0] == pytest.approx(found.frame["replayed_s"][0], rel=0.03)
+
+
+@pytest.mark.parametrize("keep", [-1, 2.5, True])
+def test_keep_is_a_number(keep):
+    with pytest.raises(InputError, match="give how many layouts are replayed"):
+        found_of(keep=keep)

@@ -264,15 +264,17 @@ def _waits(rows: _Rows) -> Iterator[Waits]:
     free |= grads if rows.train.overlap_grads else False
     free |= gathers if rows.train.overlap_weights else False
     free |= sends if rows.train.overlap_pp else False
-    blocking = ~compute & ~free
+    blocking = ~compute & ~free & ~recvs
     product = rows.before(compute)
 
     order = np.lexsort((np.arange(len(compute)), rows.lane, rows.rank))
     same = (rows.lane[order][1:] == rows.lane[order][:-1]) & (rows.rank[order][1:] == rows.rank[order][:-1])
     yield Waits(order[:-1][same], order[1:][same], "stream")
-    yield _joined(product, blocking & ~recvs | sends | ring, "event")
-    yield _joined(rows.before(blocking), blocking & ~recvs | sends | ring, "event")
+    yield _joined(product, blocking | sends | ring, "event")
+    yield _joined(rows.before(blocking), blocking | sends | ring, "event")
     yield from _products(rows, compute, blocking, product)
+    received, user = np.flatnonzero(recvs), rows.after(compute)[recvs]
+    yield Waits(received[user >= 0], user[user >= 0], "event")
     yield from _rings(rows, compute, ring)
     yield from _gradients(rows, grads, product)
     if rows.train.overlap_weights:

@@ -40,14 +40,22 @@ def peaks(model: Transformer, train: Training, layouts: pl.DataFrame) -> tuple[F
     (n,) float, (n,) int
         Bytes and pipeline rank, of every row of `layouts`.
     """
+    found = [_peaks(model, train, block) for block in layouts.iter_slices(BLOCK)]
+    most, stage = (np.concatenate(parts) for parts in zip(*found, strict=True)) if found else (np.zeros(0),) * 2
+    return most, stage.astype(np.int64)
+
+
+BLOCK = 4096
+"""Layouts at a time, so that their arrays stay in the cache."""
+
+
+def _peaks(model: Transformer, train: Training, layouts: pl.DataFrame) -> tuple[Floats, Ints]:
     pp = layouts["pp"].to_numpy()
     row = np.repeat(np.arange(len(pp)), pp)
     stage = np.arange(len(row)) - (np.cumsum(pp) - pp)[row]
     if len({model.has_experts(layer) for layer in range(model.layers)}) == 1:
         told = (stage < 2) | (stage >= pp[row] - 2)  # ranks between these have like layers, and as many in flight
         row, stage = row[told], stage[told]
-    if not len(row):
-        return np.zeros(0), np.zeros(0, np.int64)
     used = _Ranks(model, train, layouts, row, stage).peak()
     begins = np.searchsorted(row, np.arange(len(pp)))
     most = np.maximum.reduceat(used, begins)

@@ -74,10 +74,7 @@ def schedule(kind: str, stages: int, micro_batches: int, chunks: int = 1) -> pl.
     >>> [f"{phase[0]}{n}" for phase, n in first.select("phase", "micro_batch").iter_rows()]
     ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
     """
-    _check(kind, stages, micro_batches, chunks)
-    make = _of_folded if kind == "zb-v" else _of_leads
-    stage, phase, micro_batch, chunk = make(kind, stages, micro_batches, chunks)
-    back = (kind == "zb-v") & (chunk % 2 == 1)
+    stage, phase, micro_batch, chunk, depth = order(kind, stages, micro_batches, chunks)
     names = PHASES[:2] if kind in ("gpipe", "1f1b", "interleaved") else SPLIT
     table = pl.DataFrame(
         {
@@ -85,11 +82,20 @@ def schedule(kind: str, stages: int, micro_batches: int, chunks: int = 1) -> pl.
             "phase": pl.Series(phase).replace_strict(dict(enumerate(names)), return_dtype=COLUMNS["phase"]),
             "micro_batch": micro_batch,
             "chunk": chunk,
-            "depth": chunk * stages + np.where(back, stages - 1 - stage, stage),
+            "depth": depth,
         }
     )
     numbered = table.with_columns(position=pl.int_range(pl.len()).over("stage"))
     return numbered.select(pl.col(c).cast(dtype) for c, dtype in COLUMNS.items())
+
+
+def order(kind: str, stages: int, micro_batches: int, chunks: int = 1) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """The same as arrays: stage, phase (its number), micro-batch, chunk and depth of each pass."""
+    _check(kind, stages, micro_batches, chunks)
+    make = _of_folded if kind == "zb-v" else _of_leads
+    stage, phase, micro_batch, chunk = make(kind, stages, micro_batches, chunks)
+    back = (kind == "zb-v") & (chunk % 2 == 1)
+    return stage, phase, micro_batch, chunk, chunk * stages + np.where(back, stages - 1 - stage, stage)
 
 
 def _check(kind: str, stages: int, micro_batches: int, chunks: int) -> None:

@@ -56,7 +56,7 @@ class _Book(NamedTuple):
     inserts: Inserts
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """A rank's part of a weight, and its layer (at a stage's ends just outside the stage's own)."""
 
     place: int
@@ -67,7 +67,7 @@ class _Held(NamedTuple):
 def _book(model: Transformer, layout: Parallelism, train: Training) -> _Book:
     rank = Rank(model, layout, train)
     kinds = {model.has_experts(layer): layer for layer in reversed(range(model.layers))}
-    weights = {kind: _in_order(model.weights(layer)) for kind, layer in kinds.items()}
+    weights = {kind: in_order(model.weights(layer)) for kind, layer in kinds.items()}
     last = layout.pp * layout.chunks - 1
     blocks: dict[tuple[str | bool, int], Block] = {("first", 0): rank.first(), ("last", last): rank.last()}
     blocks |= {(kind, ALL): rank.layer(weights[kind]) for kind in kinds}
@@ -77,14 +77,14 @@ def _book(model: Transformer, layout: Parallelism, train: Training) -> _Book:
         for phase, rows in zip(("forward", "backward"), block, strict=True)
     }
     for kind in kinds:
-        for unit, members in _units(_Held(0, rank.shard(weight)) for weight in weights[kind]).items():
+        for unit, members in units_of(Held(0, rank.shard(weight)) for weight in weights[kind]).items():
             pages[kind, f"gather {unit}", ALL] = _gathered(rank, members)
             pages[kind, f"reduce {unit}", ALL] = _reduced(rank, members)
     inserts: Inserts = {}
     ready = _ready(pages)
     for stage, layers in enumerate(_layers(model, layout)):
-        held = _held(rank, weights, stage, layers)
-        buckets = _buckets(rank, held)
+        held = held_by(rank, weights, stage, layers)
+        buckets = buckets_of(rank, held)
         for (what, phase), rows in _added(rank, held, buckets, stage, layers).items():
             pages[what, phase, stage] = rows
         for i, (place, weight) in enumerate(bucket[-1] for bucket in buckets):
@@ -96,7 +96,7 @@ def _book(model: Transformer, layout: Parallelism, train: Training) -> _Book:
             _fetch(rank, pages, inserts, stage, layers)
     ends = np.cumsum([0, *(len(rows) for rows in pages.values())])
     places = {name: np.arange(*span) for name, span in zip(pages, pairwise(ends), strict=True)}
-    return _Book(_frame([row for rows in pages.values() for row in rows]), places, inserts)
+    return _Book(as_table([row for rows in pages.values() for row in rows]), places, inserts)
 
 
 def _ready(pages: Mapping[Page, list[Row]]) -> dict[tuple[str | bool, str, str], int]:
@@ -144,7 +144,7 @@ def _layers(model: Transformer, layout: Parallelism) -> list[range]:
     return [range(*span) for span in pairwise(accumulate(layout.layers_of(model), initial=0))]
 
 
-def _frame(rows: Sequence[Row]) -> pl.DataFrame:
+def as_table(rows: Sequence[Row]) -> pl.DataFrame:
     """Rows as a work table, with FLOPs and bytes of what computes."""
     by_weight = (pl.col("pass") == "bwd_grad_w").fill_null(False)
     frame = pl.DataFrame(rows, schema=dict(WORK), strict=False).with_columns(
@@ -157,61 +157,66 @@ def _frame(rows: Sequence[Row]) -> pl.DataFrame:
     return frame.join(compute, on="row", how="left", maintain_order="left").drop("row")
 
 
-def _in_order(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+def in_order(weights: Iterable[Weight]) -> tuple[Weight, ...]:
     """A layer's weights in the order of their use; each bias behind what it is added to."""
     order = {key: i for i, key in reversed([*enumerate((part, name) for part, name, _ in PARTS)])}
     return tuple(sorted(weights, key=lambda w: order[w.part, w.name.removesuffix(" bias")]))
 
 
-def _held(rank: Rank, weights: Mapping[bool, tuple[Weight, ...]], stage: int, layers: range) -> list[_Held]:
+def held_by(rank: Rank, weights: Mapping[bool, tuple[Weight, ...]], stage: int, layers: range) -> list[Held]:
     """Everything that a stage trains, in the order of use."""
     model, layout = rank.model, rank.layout
     last = stage == layout.pp * layout.chunks - 1
-    copied = (Weight("head", "head", (model.vocab, model.hidden), "out"),) if model.tied and stage else ()
+    copied = (Weight("head", "head", (model.vocab, model.hidden), "out"),) if stage and _is_copied(rank) else ()
+
+    def parts(members: Iterable[Weight]) -> list[Weight]:
+        return [rank.shard(weight) for weight in members if weight.name != "router bias"]  # steered, not trained
+
+    of_layer = {kind: parts(members) for kind, members in weights.items()}
     every = (
-        (layers.start - 1, model.first_weights() if stage == 0 else ()),
-        *((layer, weights[model.has_experts(layer)]) for layer in layers),
-        (layers.stop, (*model.last_weights(), *copied) if last else ()),
+        (layers.start - 1, parts(model.first_weights() if stage == 0 else ())),
+        *((layer, of_layer[model.has_experts(layer)]) for layer in layers),
+        (layers.stop, parts((*model.last_weights(), *copied) if last else ())),
     )
-    return [
-        _Held(place, rank.shard(weight))
-        for place, members in every
-        for weight in members
-        if weight.name != "router bias"  # steered by load, not trained
-    ]
+    return [Held(place, weight) for place, members in every for weight in members]
 
 
-def _units(held: Iterable[_Held]) -> dict[str, list[_Held]]:
+def _is_copied(rank: Rank) -> bool:
+    """Whether a tied head is a copy of the embedding: on another rank (`zb-v` has both on the first)."""
+    return rank.model.tied and rank.layout.pp > 1 and rank.layout.schedule != "zb-v"
+
+
+def units_of(held: Iterable[Held]) -> dict[str, list[Held]]:
     """Dense weights and those of experts, which other ranks have copies of."""
-    units: dict[str, list[_Held]] = {}
+    units: dict[str, list[Held]] = {}
     for one in held:
         units.setdefault("experts" if one.weight.part == "experts" else "dense", []).append(one)
     return units
 
 
-def _groups(held: Sequence[_Held]) -> tuple[str, str]:
+def _groups(held: Sequence[Held]) -> tuple[str, str]:
     """Groups that add up the gradients of a unit, and that ZeRO spreads it over."""
     return ("edp", "edp") if held and held[0].weight.part == "experts" else ("dp_cp", "shard")
 
 
-def _padded(weight: Weight, n: int) -> int:
+def padded(weight: Weight, n: int) -> int:
     """Numbers of a weight whose first dimension is filled up to a multiple of n, as FSDP2 does."""
     first = weight.copies if weight.part == "experts" else weight.shape[0]
     return math.ceil(first / n) * n * (weight.size // first)
 
 
-def _gathered(rank: Rank, held: Sequence[_Held]) -> list[Row]:
+def _gathered(rank: Rank, held: Sequence[Held]) -> list[Row]:
     """ZeRO 3: the weights of a unit, from those who hold them."""
     _, group = _groups(held)
-    numbers = sum(_padded(h.weight, rank.group_sizes[group]) for h in held)
+    numbers = sum(padded(h.weight, rank.group_sizes[group]) for h in held)
     return [{"part": "weights", "when": "each"} | row for row in rank.comm(group, "all_gather", rank.width(numbers))]
 
 
-def _reduced(rank: Rank, held: Sequence[_Held]) -> list[Row]:
+def _reduced(rank: Rank, held: Sequence[Held]) -> list[Row]:
     """Gradients of a unit, added up over the replicas; with ZeRO each keeps a part of them."""
     layout, (whole, shard) = rank.layout, _groups(held)
     n = rank.group_sizes[shard]
-    numbers = sum(_padded(h.weight, n) if layout.zero == 3 else h.weight.size for h in held)
+    numbers = sum(padded(h.weight, n) if layout.zero == 3 else h.weight.size for h in held)
     size = rank.width(math.ceil(numbers / n) * n if layout.zero else numbers, rank.train.grad_dtype)
     if layout.zero:
         rows = rank.comm(shard, "reduce_scatter", size)
@@ -222,11 +227,11 @@ def _reduced(rank: Rank, held: Sequence[_Held]) -> list[Row]:
     return [made | row for row in rows]
 
 
-def _buckets(rank: Rank, held: Sequence[_Held]) -> list[list[_Held]]:
+def buckets_of(rank: Rank, held: Sequence[Held]) -> list[list[Held]]:
     """Weights in the order in which their gradients are ready, in buckets that close once they are full."""
     most = rank.train.bucket_bytes or math.inf
-    buckets: list[list[_Held]] = []
-    for members in _units(held).values() if rank.layout.zero < 3 else ():
+    buckets: list[list[Held]] = []
+    for members in units_of(held).values() if rank.layout.zero < 3 else ():
         size, limit = math.inf, min(FIRST_BUCKET_BYTES, most) if most < math.inf else most
         for one in reversed(members):
             if size >= limit:
@@ -238,7 +243,7 @@ def _buckets(rank: Rank, held: Sequence[_Held]) -> list[list[_Held]]:
     return buckets
 
 
-def _step(rank: Rank, held: Sequence[_Held], buckets: Sequence[Sequence[_Held]], stage: int) -> list[Row]:
+def _step(rank: Rank, held: Sequence[Held], buckets: Sequence[Sequence[Held]], stage: int) -> list[Row]:
     """What ends a step: sums that micro-batches leave open, the optimizer, the new weights to all (ZeRO 1 and 2)."""
     layout, train, model = rank.layout, rank.train, rank.model
     open_sums, rows = [], []
@@ -246,10 +251,10 @@ def _step(rank: Rank, held: Sequence[_Held], buckets: Sequence[Sequence[_Held]],
         whole = sum(h.weight.size for h in held if h.weight.split == "none" and h.weight.name != "positions")
         spread = rank.group_sizes["shard"] if layout.zero == 3 else 1
         open_sums += rank.comm("tp", "all_reduce", rank.width(whole / spread, train.grad_dtype))
-    if model.tied and layout.pp > 1 and stage in (0, layout.pp * layout.chunks - 1):
+    if _is_copied(rank) and stage in (0, layout.pp * layout.chunks - 1):
         size = rank.width(model.vocab * model.hidden // layout.tp, train.grad_dtype)
         open_sums += [row | {"group_size": 2} for row in rank.comm("pp", "all_reduce", size)]
-    for members in _units(held).values():
+    for members in units_of(held).values():
         spread = rank.group_sizes[_groups(members)[1]] if layout.zero else 1
         width = sum(h.weight.size for h in members) / spread / model.hidden
         update = rank.moves(OPTIMIZER_OPS[train.optimizer], width, model.hidden, "fp32").forward
@@ -317,7 +322,7 @@ def work(model: Transformer, layout: Parallelism, train: Training, stage: int = 
 
 
 def _added(
-    rank: Rank, held: Sequence[_Held], buckets: Sequence[Sequence[_Held]], stage: int, layers: range
+    rank: Rank, held: Sequence[Held], buckets: Sequence[Sequence[Held]], stage: int, layers: range
 ) -> dict[tuple[str, str], list[Row]]:
     """Rows of one stage alone: messages, weights and gradients of its ends, reductions when due, the step's."""
     layout, last = rank.layout, rank.layout.pp * rank.layout.chunks - 1
@@ -327,6 +332,8 @@ def _added(
         added |= {("root", "forward"): _gathered(rank, root), ("root", "backward"): _reduced(rank, root)}
     size, made = rank.width(rank.rows * rank.model.hidden), {"part": "message", "when": "each"}
     for phase, collective, peer in MESSAGES:
+        if layout.schedule == "zb-v" and stage + max(peer, 0) == layout.pp:
+            continue  # the last rank's second chunk follows its first
         if stage > 0 if peer < 0 else stage < last:
             added[collective, phase] = [made | row for row in rank.comm("pp", collective, size, peer)]
     return added | {("step", ""): _step(rank, held, buckets, stage)}
