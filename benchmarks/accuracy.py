@@ -14,6 +14,7 @@ from benchmarks import TRACES
 from benchmarks.collective_accuracy import collective_rows
 from benchmarks.cpu_accuracy import cpu_rows
 from benchmarks.frictions import friction_rows
+from benchmarks.interventions import intervention_rows
 from benchmarks.kernel_accuracy import kernel_rows
 from benchmarks.llm_accuracy import llm_rows
 from benchmarks.memory_accuracy import memory_rows
@@ -160,7 +161,7 @@ def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:
 
 def main() -> None:
     """Measure what is at hand and write it down."""
-    rows = [*bundled_rows(), *kernel_rows(), *collective_rows(), *cpu_rows()]
+    rows = [*bundled_rows(), *kernel_rows(), *collective_rows(), *cpu_rows(), *intervention_rows()]
     if TRACES.is_dir():
         rows += trace_rows()
         rows += pipeline_rows(TRACES)
