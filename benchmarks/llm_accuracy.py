@@ -80,6 +80,7 @@ SOURCES = (
     Source("tr11", _of("tr11") & SIZED & TIMED, "scored", "BLOOM's log, complete rows; no vocabulary stated"),
     Source("fms-fsdp", _of("fms-fsdp"), "scored", "8 rows, which layers are recomputed is not stated"),
     Source("Megatron-Bridge, bf16 on H100", BRIDGE & BF16 & H100, "scored", "one model (GPT-OSS) over releases"),
+    Source("Megatron 2022", _of("Korthikanti"), "scored", "8 published times, beside which Calculon was made"),
     Source("llm-foundry, fp8", _of("llm-foundry") & ~BF16, "stress", "12 products in fp8 were measured anywhere"),
     Source("Megatron-Bridge, fp8 on H100", BRIDGE & ~BF16 & H100 & SIZED, "stress", "fp8, experts or 1,024 GPUs"),
     Source("Megatron-Bridge, Blackwell", BRIDGE & ~H100 & SIZED, "stress", "GPUs with few or no measured kernels"),
@@ -96,7 +97,7 @@ SOURCES = (
     Source("Nemotron", NEMOTRON, "not predictable", "no sizes"),
     Source("models without sizes", (BRIDGE | _of("NVIDIA/NeMo ")) & ~SIZED, "not predictable", "no sizes"),
 )  # fmt: skip
-"""Every row of the table is in exactly one of these, but for nanotron's that ran 3 times slower than a twin."""
+"""Every row is in exactly one of these, but for nanotron's that ran 3 times slower than a twin."""
 SAME_RUN = (
     "gpu", "num_gpus", "precision", "model", "hidden", "heads", "layers", "seq", "tp", "pp", "cp", "vp", "ep", "dp",
     "micro_batch", "global_batch", "recompute", "task",
@@ -140,10 +141,33 @@ def predictions(rows: pl.DataFrame, predictor: Predictor) -> pl.DataFrame:
     return rows.hstack(pl.DataFrame(found, schema=names, orient="row").with_columns(pl.col(names[:3]).fill_nan(None)))
 
 
+MEGATRON_2022 = (
+    # layers, hidden, heads, pp, vp, GPUs, micro-batch, global batch, seconds with full and with selective recomputation
+    (48, 6144, 64, 1, 1, 8, 4, 4, 1.42, 1.10),
+    (96, 12288, 96, 8, 3, 64, 1, 64, 18.13, 13.75),
+    (105, 20480, 128, 35, 3, 280, 1, 280, 49.05, 37.83),
+    (128, 25600, 160, 64, 1, 512, 1, 512, 94.42, 71.49),
+)
+"""Table 5 of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022)."""
+
+
+def megatron_rows() -> pl.DataFrame:
+    """The rows of `MEGATRON_2022` with the columns of the table; in full recomputation the sequence was not spread."""
+    sizes = ["layers", "hidden", "heads", "pp", "vp", "num_gpus", "micro_batch", "global_batch"]
+    rows = pl.DataFrame(MEGATRON_2022, schema=[*sizes, "full", "selective"], orient="row")
+    rows = rows.unpivot(["full", "selective"], index=sizes, variable_name="recompute", value_name="step_time_s")
+    fixed = {"gpu": "A100-SXM-80GB", "precision": "fp16", "model": "GPT", "vocab": 51200.0, "seq": 2048.0, "tp": 8.0}
+    fixed |= {"source": "Korthikanti et al. 2022 (Megatron-LM)", "sharding": "ddp", "task": "pretrain", "notes": ""}
+    numbers = rows.with_columns(pl.col(sizes).cast(pl.Float64))
+    names = pl.format("K{}", pl.int_range(pl.len()))
+    return numbers.with_columns(row_id=names, **{name: pl.lit(value) for name, value in fixed.items()})
+
+
 @cache
 def table() -> pl.DataFrame:
     """The measured rows that belong to a source, with `name`, `origin`, `use` and `measured_s`."""
     rows = pl.read_csv(MEASURED / "llm_training.csv", infer_schema_length=None)
+    rows = pl.concat([rows, megatron_rows()], how="diagonal")
     tokens = pl.col("global_batch") * pl.col("seq")
     measured = pl.coalesce("step_time_s", tokens / pl.col("tokens_per_s_per_gpu") / pl.col("num_gpus"))
     return pl.concat(

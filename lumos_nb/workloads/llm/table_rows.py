@@ -169,7 +169,7 @@ class _Style:
 
 
 def _style(reader: Reader, tp: int) -> _Style:
-    said = " | ".join(reader.text(name) for name in ("gpu", "source", "sharding", "model", "notes"))
+    said = " | ".join(reader.text(name) for name in ("gpu", "recompute", "source", "sharding", "model", "notes"))
     framework = next(f for f in words.FRAMEWORKS if re.search(f.pattern, said))
     told: dict[str, Any] = {}
     for pattern, fields in words.FACTS:

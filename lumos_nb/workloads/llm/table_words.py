@@ -100,7 +100,10 @@ VOCABULARIES = (32000, 50257, 51200, 65024, 100352, 128256, 151936, 250880, 2560
 
 
 class Framework(NamedTuple):
-    """What a training framework does unless a row says otherwise; `pattern` is sought in "gpu | source | notes"."""
+    """What a training framework does unless a row says otherwise.
+
+    `pattern` is sought in "gpu | recompute | source | sharding | model | notes".
+    """
 
     name: str
     pattern: str
@@ -108,6 +111,7 @@ class Framework(NamedTuple):
 
 
 _SERIAL = {"overlap_grads": False, "overlap_weights": False}
+_UNFLASHED = {"flash": False, "dropout": True, "zero": 0, **_SERIAL}
 _MEGATRON = {"sequence_parallel": True, "zero": 1, "bucket_bytes": 160_000_000, "kernels": "fused"}  # 40 million grads
 _TORCH = {"sequence_parallel": False, "zero": 0, "bucket_bytes": 25 << 20, "fused_grads": False, "kernels": "eager"}
 _FSDP = _TORCH | {"zero": 3, "early_stop": True}
@@ -122,7 +126,12 @@ FRAMEWORKS = (
     Framework(
         "Megatron-DeepSpeed",
         r"megatron-deepspeed|bigscience|vtrain",
-        {"sequence_parallel": False, "flash": False, "dropout": True, "kernels": "fused", **_SERIAL},
+        {"sequence_parallel": False, "kernels": "fused", **_UNFLASHED},
+    ),
+    # who recomputes on these GPUs wrote before flash attention, and in full before sequence parallelism too
+    Framework("Megatron of 2022", rf"^[av]100[^|]*\| select.*({_ENGINE})", _MEGATRON | _UNFLASHED),
+    Framework(
+        "Megatron of 2021", rf"^[av]100[^|]*\| full.*({_ENGINE})", _MEGATRON | _UNFLASHED | {"sequence_parallel": False}
     ),
     Framework("NVIDIA's MLPerf code", r"mlcommons|mlperf", _MEGATRON | {"attention": "cuDNN", "launch_us": 0.0}),
     Framework(
@@ -146,6 +155,7 @@ FACTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (r"fp32 grad(ient)?s?( acc)?", {"grad_dtype": "fp32"}),
     (r"flash|sdpa", {"flash": True}),
     *((rf"flash-?(attention|attn)?[ -]?{n}\b|\bfa{n}\b", {"attention": f"FlashAttention-{n}"}) for n in (1, 2, 3)),
+    (r"(no|without) flash", {"flash": False}),
     (r"sequence parallel", {"sequence_parallel": True}),
     (r"no sequence parallel|without sequence parallel", {"sequence_parallel": False}),
     (r"torch\.?compile", {"kernels": "compiled"}),
