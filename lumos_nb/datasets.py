@@ -48,6 +48,11 @@ _COLLECTIVES = (
     *("hardware", "interconnect", "nodes", "gpus", "gpus_per_node", "collective", "dtype", "size_bytes", "time_us"),
     *("published_busbw", "method", "source", "notes", "algbw_gbs", "busbw_gbs", "licence"),
 )
+_TRAINING = (
+    *("row_id", "source", "gpu", "num_gpus", "precision", "model", "params_b", "hidden", "heads", "layers", "vocab"),
+    *("ffn", "kv_heads", "moe_experts", "moe_topk", "seq", "tp", "pp", "cp", "vp", "ep", "dp", "sharding"),
+    *("micro_batch", "global_batch", "recompute", "task", "notes", "step_time_s", "licence"),
+)
 
 DATASETS = {
     "gpt-single": Dataset("gpt-single", "GPT of 2 layers on one CPU core, 10 traced steps"),
@@ -65,6 +70,7 @@ DATASETS = {
     "cuda-variants": Dataset("cuda-variants.csv", "step time of changed GPU runs as a ratio to the base", _RATIOS),
     "measured-kernels": Dataset("measured/kernels.parquet", "kernel times that others measured, by shape", _KERNELS),
     "measured-collectives": Dataset("measured/collectives.parquet", "collectives that others measured", _COLLECTIVES),
+    "measured-training": Dataset("measured/llm_training.parquet", "steps that others measured, a sample", _TRAINING),
     "cuda-variant-steps": Dataset("cuda-variant-steps.csv", "the step times behind `cuda-variants`", _STEPS),
 }
 """Every data set that the package knows by name; a source tree or an installation may hold fewer."""
