@@ -67,7 +67,7 @@ H100, LORA = pl.col("gpu").str.starts_with("H100"), pl.col("task") == "lora-fine
 NANOTRON = _of("nanotron") & ~pl.col("notes").str.contains("SUSPECT")
 SIZED = pl.col("hidden").is_not_null() & pl.col("heads").is_not_null() & pl.col("layers").is_not_null()
 TIMED = pl.col("global_batch").is_not_null() & pl.col("seq").is_not_null()
-BRIDGE, NEMOTRON = _of("Megatron-Bridge"), _of("nemotron")
+BRIDGE, NEMOTRON = _of("Megatron-Bridge"), _of("nemotron/")
 SOURCES = (
     Source("vTrain", _of("vTrain single-node"), "scored", "one node of A100; that all layers are recomputed and the "
            "vocabulary are the table's assumption", {"zero-shot": 20, "one run": 9}),
@@ -80,11 +80,13 @@ SOURCES = (
     Source("tr11", _of("tr11") & SIZED & TIMED, "scored", "BLOOM's log, complete rows; no vocabulary stated"),
     Source("fms-fsdp", _of("fms-fsdp"), "scored", "8 rows, which layers are recomputed is not stated"),
     Source("Megatron-Bridge, bf16 on H100", BRIDGE & BF16 & H100, "scored", "one model (GPT-OSS) over releases"),
+    Source("Nemotron, bf16 on H100", NEMOTRON & BF16 & H100, "scored", "vendor's figures; sizes by name"),
     Source("Megatron 2022", _of("Korthikanti"), "scored", "8 published times, beside which Calculon was made"),
     Source("llm-foundry, fp8", _of("llm-foundry") & ~BF16, "stress", "12 products in fp8 were measured anywhere"),
     Source("Megatron-Bridge, fp8 on H100", BRIDGE & ~BF16 & H100 & SIZED, "stress", "fp8, experts or 1,024 GPUs"),
     Source("Megatron-Bridge, Blackwell", BRIDGE & ~H100 & SIZED, "stress", "GPUs with few or no measured kernels"),
     Source("NeMo", _of("NVIDIA/NeMo ") & SIZED, "stress", "fp8 throughout"),
+    Source("Nemotron, fp8 or GB200", NEMOTRON & ~(BF16 & H100), "stress", "fp8, GPUs of which nothing was measured"),
     Source("B200 HGX", _of("B200 HGX"), "stress", "5 rows of 4 formats"),
     Source("xtuner", _of("xtuner"), "stress", "experts on H800, of which nothing was measured"),
     Source("nanotron, 64 nodes", NANOTRON & _nodes(64, 64), "stress", "a contaminated tail"),
@@ -94,7 +96,7 @@ SOURCES = (
     Source("tr11, incomplete", _of("tr11") & ~(SIZED & TIMED), "not predictable", "sizes or batch missing"),
     Source("Primus blog", _of("Primus"), "not predictable", "no sequence length, no batch"),
     Source("ColossalAI", _of("ColossalAI"), "not predictable", "no sizes"),
-    Source("Nemotron", NEMOTRON, "not predictable", "no sizes"),
+    Source("Nemotron-H", _of("nemotronh/"), "not predictable", "no sizes, no transformer throughout"),
     Source("models without sizes", (BRIDGE | _of("NVIDIA/NeMo ")) & ~SIZED, "not predictable", "no sizes"),
 )  # fmt: skip
 """Every row is in exactly one of these, but for nanotron's that ran 3 times slower than a twin."""

@@ -253,7 +253,7 @@ class Transformer(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 @cache
 def models() -> dict[str, Transformer]:
     """The well-known models by name."""
-    found = (*_gpts(), *_lumos(), *_llamas(), *_mixtures())
+    found = (*_gpts(), *_lumos(), *_llamas(), *_nemotrons(), *_mixtures())
     return {model.name: model for model in found}
 
 
@@ -306,6 +306,15 @@ def _llamas() -> Iterator[Transformer]:
     yield Transformer(
         name="llama-3.2-1b", layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, tied=True
     )
+
+
+def _nemotrons() -> Iterator[Transformer]:
+    """Nemotron-4 (released configurations): squared ReLU, no biases."""
+    for size, layers, hidden, heads, ffn in (("15b", 32, 6144, 48, 24576), ("340b", 96, 18432, 96, 73728)):
+        yield Transformer(
+            name=f"nemotron-4-{size}", layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocab=256000,
+            gated=False, norm="layer",
+        )  # fmt: skip
 
 
 def _mixtures() -> Iterator[Transformer]:

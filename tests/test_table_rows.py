@@ -122,6 +122,7 @@ def test_what_is_assumed_for_an_empty_column_is_said(column):
 def test_sizes_of_a_well_known_model_need_not_stand_there():
     sizes = ("hidden", "heads", "layers", "ffn", "kv_heads", "vocab")
     assert read_row(without(LLAMA, *sizes)).model == read_row(LLAMA).model
+    assert read_row(without(LLAMA, *sizes) | {"model": "Llama 3.1 8B"}).model.hidden == 4096
     mixtral = {"model": "Mixtral 8x7B", "num_gpus": 8, "tp": 1, "pp": 1, "dp": 8, "ep": 8}
     assert read_row(without(LLAMA, *sizes, "moe_experts") | mixtral).model.moe == Moe(experts=8, topk=2, ffn=14336)
 
@@ -260,6 +261,12 @@ def test_chunks_are_interleaved_where_micro_batches_allow_it():
 def test_words_of_sharding_are_zero_stages(sharding, zero, shard):
     layout = read_row(LLAMA | {"sharding": sharding, "tp": 1, "pp": 1, "dp": 16}).layout
     assert (layout.zero, layout.shard) == (zero, shard)
+
+
+@pytest.mark.parametrize(("gpus", "bucket_bytes"), [(16, 160_000_000), (1024, 1_024_000_000)])
+def test_megatrons_buckets_grow_with_replicas(gpus, bucket_bytes):
+    row = LLAMA | {"num_gpus": gpus, "dp": gpus // 4, "global_batch": gpus, "notes": "Megatron-LM"}
+    assert read_row(row).train.bucket_bytes == bucket_bytes
 
 
 def test_either_batch_follows_from_the_other_and_the_accumulation_of_gradients():

@@ -135,6 +135,7 @@ def _setup(reader: Reader) -> Setup:
     dtype = style.named(reader, "precision", words.PRECISIONS, "bf16")
     fields: dict[str, Any] = {"grad_dtype": "fp16" if dtype == "fp16" else "fp32"}
     fields |= {name: value for name, value in style.fields.items() if name in Training.__struct_fields__}
+    fields["bucket_bytes"] = max(fields.get("bucket_bytes", 0), style.fields.get("bucket_bytes_a_replica", 0) * dp * cp)
     train = Training(**batches, seq=reader.count("seq"), dtype=dtype, **fields)
     if frozen := "lora" in reader.text("task"):
         reader.assume("weights are frozen in a LoRA task, but gradients of all are priced (too slow by up to a third)")
@@ -220,8 +221,9 @@ def _preset(name: str) -> Transformer | None:
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9.]", "", text)
 
-    patterns = {re.escape(plain(model.name)) + r"(?![0-9.])": model for model in models().values()}
-    found = [model for pattern, model in patterns.items() if re.search(pattern, plain(name))]
+    known = {plain(key): model for key, model in models().items()}
+    known |= {key: models()[other] for key, other in words.OTHER_NAMES.items()}
+    found = [model for key, model in known.items() if re.search(re.escape(key) + r"(?![0-9.])", plain(name))]
     return max(found, key=lambda model: len(model.name), default=None)
 
 

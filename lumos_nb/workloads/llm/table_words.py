@@ -95,6 +95,10 @@ FAMILIES = (
     Family(r"llama|mistral|mixtral|qwen|yi-|deepseek|internlm|baichuan|olmo|smollm|granite|kimi|glm|vicuna", LLAMA),
     Family(r"gpt|mpt|opt-|megatron|turing|mt-nlg|starcoder|bert|\bt5", GPT),
 )
+OTHER_NAMES = {"nemotron340b": "nemotron-4-340b"} | {
+    f"llama3.{minor}{size}": f"llama-3-{size}" for minor in (1, 3) for size in ("8b", "70b")
+}
+"""Well-known models under names that theirs do not stand in."""
 VOCABULARIES = (32000, 50257, 51200, 65024, 100352, 128256, 151936, 250880, 256000)
 """Usual sizes, of which one is taken where a row gives none."""
 
@@ -112,7 +116,9 @@ class Framework(NamedTuple):
 
 _SERIAL = {"overlap_grads": False, "overlap_weights": False}
 _UNFLASHED = {"flash": False, "dropout": True, "zero": 0, **_SERIAL}
-_MEGATRON = {"sequence_parallel": True, "zero": 1, "bucket_bytes": 160_000_000, "kernels": "fused"}  # 40 million grads
+# a bucket has 40 million fp32 gradients, and a million for each replica if that is more
+_MEGATRON = {"sequence_parallel": True, "zero": 1, "kernels": "fused", "bucket_bytes": 160_000_000}
+_MEGATRON |= {"bucket_bytes_a_replica": 4_000_000}
 _TORCH = {"sequence_parallel": False, "zero": 0, "bucket_bytes": 25 << 20, "fused_grads": False, "kernels": "eager"}
 _FSDP = _TORCH | {"zero": 3, "early_stop": True}
 _ENGINE = r"megatron|nemo|dgxc|mlcommons|mlperf|dist-opt|distributed optimizer"
@@ -139,8 +145,8 @@ FRAMEWORKS = (
     ),
     Framework("Megatron", _ENGINE, _MEGATRON),
     Framework("fms-fsdp", r"fms-fsdp", _FSDP | {"grad_dtype": "bf16", "kernels": "compiled"}),
-    # its attention was Triton's kernel of the first FlashAttention
-    Framework("llm-foundry", r"llm-foundry", _FSDP | {"attention": "FlashAttention-1"}),
+    # its attention was Triton's kernel of the first FlashAttention, its loss is fused by default
+    Framework("llm-foundry", r"llm-foundry", _FSDP | {"attention": "FlashAttention-1", "logit_bytes": 6}),
     Framework("torch FSDP", r"fsdp|torchtitan|composer|zero[ -_]?3", _FSDP),
     Framework("torch", r"", _TORCH),
 )
