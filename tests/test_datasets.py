@@ -49,7 +49,7 @@ def test_the_data_is_small_enough_to_commit() -> None:
 def test_no_file_is_of_an_unknown_data_set() -> None:
     known = {Path(dataset.file).parts[0] for dataset in datasets.DATASETS.values()}
     tops = {Path(file).parts[0] for file in present(FOLDER)}
-    others = {"hardware", "calibrations", "calibration-samples", "surcharges.json"}  # read by config.py, costs and workloads
+    others = {"hardware", "calibrations", "calibration-samples", "surcharges.json"}  # read by config.py, costs, llm
     assert {top for top in tops - known - others if not top.endswith("variants.json")} == set()
 
 
