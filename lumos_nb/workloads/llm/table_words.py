@@ -119,6 +119,7 @@ _UNFLASHED = {"flash": False, "dropout": True, "zero": 0, **_SERIAL}
 # a bucket has 40 million fp32 gradients, and a million for each replica if that is more
 _MEGATRON = {"sequence_parallel": True, "zero": 1, "kernels": "fused", "bucket_bytes": 160_000_000}
 _MEGATRON |= {"bucket_bytes_a_replica": 4_000_000}
+_ENGINED = _MEGATRON | {"attention": "cuDNN"}
 _TORCH = {"sequence_parallel": False, "zero": 0, "bucket_bytes": 25 << 20, "fused_grads": False, "kernels": "eager"}
 _FSDP = _TORCH | {"zero": 3, "early_stop": True}
 _ENGINE = r"megatron|nemo|dgxc|mlcommons|mlperf|dist-opt|distributed optimizer"
@@ -139,10 +140,10 @@ FRAMEWORKS = (
     Framework(
         "Megatron of 2021", rf"^[av]100[^|]*\| full.*({_ENGINE})", _MEGATRON | _UNFLASHED | {"sequence_parallel": False}
     ),
-    Framework("NVIDIA's MLPerf code", r"mlcommons|mlperf", _MEGATRON | {"attention": "cuDNN", "launch_us": 0.0}),
-    Framework(
-        "Megatron with Transformer Engine", rf"^(h\d00|g?b\d00).*({_ENGINE})", _MEGATRON | {"attention": "cuDNN"}
-    ),
+    Framework("NVIDIA's MLPerf code", r"mlcommons|mlperf", _ENGINED | {"launch_us": 0.0}),
+    # whose recipes overlap tensor parallelism with products
+    Framework("NeMo", r"^(h\d00|g?b\d00).*(nemo|dgxc|megatron-bridge)", _ENGINED | {"overlap_tp": True}),
+    Framework("Megatron with Transformer Engine", rf"^(h\d00|g?b\d00).*({_ENGINE})", _ENGINED),
     Framework("Megatron", _ENGINE, _MEGATRON),
     Framework("fms-fsdp", r"fms-fsdp", _FSDP | {"grad_dtype": "bf16", "kernels": "compiled"}),
     # its attention was Triton's kernel of the first FlashAttention, its loss is fused by default
