@@ -73,10 +73,9 @@ BOOTSTRAPS = 2000
 @cache
 def steps_of(kind: str) -> list[Rewritten]:
     """The traced steps of a run but the first and last."""
-    run = load_run(datasets.path(f"gpt-{kind}"))
-    recording = Recording.of(run)
+    recording = Recording.of(load_run(datasets.path(f"gpt-{kind}")))
     inner = recording.step_times().filter(~pl.col("edge"))["step"]
-    return [rewrite(build_graph(recording, step), run=run) for step in inner]
+    return [rewrite(build_graph(recording, step)) for step in inner]
 
 
 def predicted(kind: str, **fields: Any) -> np.ndarray:

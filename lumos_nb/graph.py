@@ -38,6 +38,8 @@ class Graph(Tables):
         known limit are absent.
     filled
         Rank without a trace -> the rank whose copy it is (`fill_ranks`); empty where all ops were measured.
+    run
+        The run that it is of, whose events show what its ops hold; None where it was not built from one.
     """
 
     ops: pl.DataFrame
@@ -46,6 +48,7 @@ class Graph(Tables):
     report: pl.DataFrame = field(default_factory=pl.DataFrame)
     queue_sizes: Mapping[int, int] = field(default_factory=dict)
     filled: Mapping[int, int] = field(default_factory=dict)
+    run: Run | None = field(default=None, repr=False, compare=False)
 
     def _title(self) -> str:
         own = self.ops.filter(pl.col("kind") != "boundary")["step"].unique().drop_nulls().to_list()
@@ -89,8 +92,8 @@ class Recording:
         The steps that the profiler marked, in order; the whole window is step 0 if it marked none.
     groups
         The process groups that the files list: `group`, `description`, `ranks` (all members, traced or not).
-    filled
-        As in `Graph.filled`.
+    filled, run
+        As in `Graph`.
     """
 
     ops: pl.DataFrame
@@ -100,6 +103,7 @@ class Recording:
     steps: tuple[int, ...]
     groups: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=GROUPS))
     filled: Mapping[int, int] = field(default_factory=dict)
+    run: Run | None = field(default=None, repr=False, compare=False)
 
     def _title(self) -> str:
         ranks = f"{self.ops['rank'].n_unique() - len(self.filled)} of {self.world_size} ranks"
@@ -129,7 +133,7 @@ class Recording:
         world_size = max(count for count in stated if isinstance(count, int))
         if not steps:
             report = pl.concat([report, repairs.unmarked()])
-        return cls(identify(ops), sync_records(events), world_size, report, steps or (0,), groups)
+        return cls(identify(ops), sync_records(events), world_size, report, steps or (0,), groups, run=run)
 
     def _step_defining(self) -> pl.DataFrame:
         """The ops whose ends make a step's end: device ops, or all where there is no device."""
@@ -258,7 +262,7 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     rows, edges = measure.in_issue_order(rows, edges)
     rows, edges = measure.add_lags(measure.settle(rows, edges), edges)
     report = pl.concat([recording.report, *notes, _evidence(rows, edges)])
-    return replace(_finished(rows, edges, step, report, sizes), filled=recording.filled)
+    return replace(_finished(rows, edges, step, report, sizes), filled=recording.filled, run=recording.run)
 
 
 def _is_cuda(ops: pl.DataFrame) -> bool:

@@ -40,7 +40,7 @@ def graph_of(name: str) -> Graph:
 @cache
 def same(name: str) -> Rewritten:
     """The run's own step, which remembers its kernels."""
-    return rewrite(graph_of(name), run=run_of(name))
+    return rewrite(graph_of(name))
 
 
 @cache
@@ -217,7 +217,7 @@ def test_the_report_says_what_was_done() -> None:
 def test_a_trace_of_a_gpu_is_rewritten_by_its_kernels(traces: Path) -> None:
     path = traces / "tracelens/h100/Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz"
     graph = build_graph(load_run(path))
-    base = rewrite(graph, calibration="H100-SXM-80GB")
+    base = rewrite(graph)
     model = (base.setup or (None,))[0]
     assert model
     assert (model.layers, model.hidden, model.heads, model.ffn, model.vocab) == (24, 1024, 16, 2816, 151936)
@@ -226,13 +226,13 @@ def test_a_trace_of_a_gpu_is_rewritten_by_its_kernels(traces: Path) -> None:
     def kernels_ns(of: Graph) -> int:
         return int(of.ops.filter(pl.col("kind") == "kernel")["dur_ns"].sum())
 
-    deep = rewrite(base, calibration="H100-SXM-80GB", layers=48)
+    deep = rewrite(base, layers=48)
     assert kernels_ns(deep) == pytest.approx(2 * kernels_ns(base), rel=0.02)
-    wide = rewrite(base, calibration="H100-SXM-80GB", hidden=2048, ffn=5632, heads=32, kv_heads=32)
+    wide = rewrite(base, hidden=2048, ffn=5632, heads=32, kv_heads=32)
     assert 2 < kernels_ns(wide) / kernels_ns(base) < 4
     older = Cluster(gpu="A100-SXM-80GB", gpus_per_node=1)
-    assert 1.5 < kernels_ns(rewrite(base, calibration="H100-SXM-80GB", onto=older)) / kernels_ns(base) < 3.2
-    assert step_ns(rewrite(deep, calibration="H100-SXM-80GB", layers=24)) == step_ns(graph)
+    assert 1.5 < kernels_ns(rewrite(base, onto=older)) / kernels_ns(base) < 3.2
+    assert step_ns(rewrite(deep, layers=24)) == step_ns(graph)
 
 
 def test_a_timeline_of_whole_passes_is_scheduled_anew(traces: Path) -> None:
@@ -269,9 +269,13 @@ def test_what_cannot_be_is_refused(sizes: dict[str, Any], error: type[Exception]
 
 
 def test_what_is_missing_is_asked_for() -> None:
+    alone = replace(graph_of("gpt-single"), run=None)
+    assert step_ns(rewrite(alone, layers=4)) == step_ns(edited("gpt-single", layers=4))
     with pytest.raises(InputError, match="Give the run"):
-        rewrite(graph_of("gpt-single"), layers=4)
+        rewrite(alone, **WIDER)
     on_device = pl.when(pl.col("kind") == "cpu").then(pl.lit("kernel")).otherwise("kind")
-    cuda = graph_of("gpt-single").ops.with_columns(kind=on_device, device=pl.lit(0, pl.Int32))
+    cuda = replace(alone, ops=alone.ops.with_columns(kind=on_device, device=pl.lit(0, pl.Int32)))
     with pytest.raises(InputError, match="calibration="):
-        rewrite(replace(graph_of("gpt-single"), ops=cuda), of=same("gpt-single").setup, layers=4)
+        rewrite(cuda, of=same("gpt-single").setup, **WIDER)
+    with pytest.raises(InputError, match="cluster="):
+        rewrite(cuda, of=same("gpt-single").setup, calibration="H100-SXM-80GB", dp=2, global_batch=16)

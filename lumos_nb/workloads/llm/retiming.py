@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.costs.operators import SIZES
 from lumos_nb.costs.samples import WORK_KINDS, kernel_samples, with_requests
-from lumos_nb.errors import InputError
 from lumos_nb.graph import Graph
 from lumos_nb.layout import Parallelism, Training
 from lumos_nb.traces.run import Run
@@ -41,21 +40,11 @@ def parts_of(graph: Graph, run: Run | None = None) -> pl.DataFrame:
     graph
         Of one step of `run`.
     run
-        Needed where the graph has no device: the operators nested in its ops are in the events alone. Else it adds how
-        matrices lie.
-
-    Raises
-    ------
-    InputError
-        There is no device and no run.
+        Where the graph has no device, the operators nested in its ops are in the events alone: without a run only the
+        outermost ones are parts, and none of a backward pass. Where it has one, events tell how matrices lie.
     """
-    if graph.ops["kind"].is_in(WORK_KINDS).any():
+    if run is None or graph.ops["kind"].is_in(WORK_KINDS).any():
         return _kernels(graph, run)
-    if run is None:
-        raise InputError(
-            "this graph has no device kernels: what its host operators hold is in the run's events alone. Give the run "
-            "that it was built from: rewrite(graph, ..., run=run)."
-        )
     samples = kernel_samples(run).filter(pl.col("why").is_null(), pl.col("step") == graph.step)
     events = run.events.select("rank", "event_id", "thread", "start_ns")
     samples = samples.join(events, on=["rank", "event_id"])
@@ -198,7 +187,7 @@ def with_sizes(parts: pl.DataFrame, old: Symbols, new: Symbols) -> pl.DataFrame:
         `symbols` of the base and of what is asked for.
     """
     keyed = _kinds(parts).with_row_index("part")
-    pieces = []
+    pieces = [keyed.clear().with_columns(meaning=pl.lit(None, pl.String))]
     for (kind, where), of_kind in keyed.group_by("kind", "where", maintain_order=True):
         columns, terms = MEANINGS.get((str(kind), str(where)), ((), ()))
         piece = _renamed(of_kind, columns, terms, old, new)
@@ -259,6 +248,8 @@ def ratios(
 
 
 def _prices(parts: pl.DataFrame, calibration: Calibration) -> NDArray[np.float64]:
+    if parts.is_empty():
+        return np.empty(0)
     kinds = parts.select(*KERNEL).unique(maintain_order=True)
     priced = kinds.with_columns(calibration.predict_kernels(kinds)["dur_us"])
     joined = parts.select(*KERNEL).join(priced, on=list(KERNEL), how="left", nulls_equal=True, maintain_order="left")

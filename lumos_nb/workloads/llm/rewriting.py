@@ -7,6 +7,7 @@ An edit changes which ops there are (layers, micro-batches, stages: `splicing`) 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import polars as pl
 
 from lumos_nb import whatif
 from lumos_nb.costs.calibration import Calibration, load_calibration
+from lumos_nb.costs.samples import kernel_samples
 from lumos_nb.errors import InputError
 from lumos_nb.graph import Graph
 from lumos_nb.layout import SIZE_OF, Cluster, Parallelism, Training, check
@@ -80,10 +82,10 @@ def rewrite(
     of
         Model, layout and batch of the graph; None reads them from its kernels (`reading.read_setup`).
     run
-        The run of the graph: needed where it has no device, since only events show what host operators hold.
+        The run of the graph, whose events show what host operators hold; None takes `graph.run`.
     calibration
-        Prices kernels and collectives before and after: a calibration or its name. None takes that of the CPU where the
-        graph has no device.
+        Prices kernels and collectives before and after: a calibration or its name. None takes that of the GPU that the
+        run names, and of the CPU where the graph has no device.
     cluster
         Where it ran, for communication; None is the loopback of one machine, where the graph has no device.
     onto
@@ -106,7 +108,7 @@ def rewrite(
     Examples
     --------
     >>> run = load_run(datasets.path("gpt-single"))  # doctest: +SKIP
-    >>> wide = rewrite(build_graph(run), hidden=256, ffn=1024, run=run)  # doctest: +SKIP
+    >>> wide = rewrite(build_graph(run), hidden=256, ffn=1024)  # doctest: +SKIP
     >>> replay(wide).step_ns  # doctest: +SKIP
     """
     known = graph if isinstance(graph, Rewritten) else None
@@ -116,18 +118,18 @@ def rewrite(
         base, setup, parts, _ = known.measured
     structure = find_structure(base)
     if parts is None and (setup is None or _sizes_differ(setup, _target(setup, to, model, train, sizes), onto)):
-        parts = parts_of(base, run)
+        parts = parts_of(base, run or base.run)
     parts = pl.DataFrame(schema=PARTS) if parts is None else parts
     placed = _placed(parts, structure, base)
     was = setup or read_setup(base, structure, placed)
     target = _target(current or was, to, model, train, sizes)
-    cal = _calibration(base, calibration)
-    edit = _Edit(base, structure, placed, was, target, cal, cluster, onto)
+    blind = known is None and not (run or base.run)
+    edit = _Edit(base, structure, placed, was, target, calibration, cluster, onto, blind)
     ops_before = base.report if base.report.height else pl.DataFrame(schema=REPORT)
     made = edit.graph()
     report = pl.concat([ops_before, pl.DataFrame(edit.notes, schema=REPORT, orient="row")], how="diagonal_relaxed")
     return Rewritten(
-        made.ops, made.edges, made.step, report, made.queue_sizes, made.filled,
+        made.ops, made.edges, made.step, report, made.queue_sizes, made.filled, base.run,
         setup=target, parts=edit.parts.select("op_id", *KERNEL, "time_ns"),
         measured=(base, was, parts, made.ops),
     )  # fmt: skip
@@ -164,14 +166,20 @@ def _target(
 
 
 def _calibration(graph: Graph, given: Calibration | str | None) -> Calibration:
+    """The calibration that is given, else that of the CPU, or of the only GPU that the run names."""
     if isinstance(given, Calibration):
         return given
     if given is None and graph.ops["device"].is_not_null().any():
-        raise InputError("give calibration=, the name of the GPU that was traced (ln.load_calibration lists them).")
+        gpus = kernel_samples(graph.run)["gpu"].drop_nulls().unique() if graph.run else pl.Series(dtype=pl.String)
+        if len(gpus) != 1:
+            raise InputError(
+                f"give calibration=, the name of the GPU that was traced: the run names {', '.join(gpus) or 'none'}."
+            )
+        given = str(gpus[0])
     return load_calibration(given or "cpu")
 
 
-@dataclass(slots=True)
+@dataclass
 class _Edit:
     """The steps of a rewrite; `notes` are its rows of the report."""
 
@@ -180,10 +188,16 @@ class _Edit:
     parts: pl.DataFrame
     was: Setup
     target: Setup
-    calibration: Calibration
+    given: Calibration | str | None
     cluster: Cluster | None
-    onto: Cluster | None = None
+    onto: Cluster | None
+    blind: bool
     notes: list[tuple[str, int | None, int, int, str]] = field(default_factory=list)
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """What prices, before the edit."""
+        return _calibration(self.base, self.given)
 
     def graph(self) -> Graph:
         """Apply what differs."""
@@ -269,6 +283,11 @@ class _Edit:
         other = load_calibration(self.onto.gpu_sheet.name) if self.onto else None
         if old == new and other is None:
             return graph
+        if self.blind and not self.base.ops["kind"].is_in(WORK).any():
+            raise InputError(
+                "the graph has no device and no run: what its host operators hold is in the run's events alone. Give "
+                "the run that it was built from: rewrite(graph, ..., run=run)."
+            )
         sized = with_sizes(self.parts, old, new)
         unseen = sized.filter(pl.col("meaning").is_null())
         ratio = pl.Series(ratios(self.parts, sized, self.calibration, other))
