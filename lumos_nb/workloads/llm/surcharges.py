@@ -17,7 +17,9 @@ from lumos_nb import datasets
 from lumos_nb.errors import InputError
 from lumos_nb.layout import Cluster, Training
 
-PRODUCTS = ("gemm", "gemm_bias", "bmm", "grouped_gemm", "attention")
+PRODUCTS = ("gemm", "gemm_bias", "bmm", "grouped_gemm")
+FUSED_LOGIT_BYTES = 6
+"""With no more bytes than this alive for a logit, the loss is one kernel, whatever else is not fused."""
 OTHER = "other"
 """Key of GPUs that have no number of their own."""
 
@@ -28,8 +30,8 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes
     ----------
     sustained
-        By GPU: the share of its microbenchmarked rate that products keep when they run for seconds (power, clocks);
-        those in fp8 are left alone, of which no burst was measured.
+        By GPU: the share of its microbenchmarked rate that matrix products keep when they run for seconds (power). Left
+        alone are those in fp8, of which no burst was measured, and attention, whose kernels draw less.
     host
         By GPU: how many times longer the hosts of its age take than those of H100s.
     moves
@@ -79,6 +81,7 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         120.0
         """
         kind, is_compute = train.kernels, pl.col("kind") == "compute"
+        loss = self.loss.get(kind, 1.0) if train.logit_bytes > FUSED_LOGIT_BYTES else 1.0
         slowest = 1 + self.apart * expected_maximum(cluster.gpus)
         factor = (
             pl.when(~is_compute)
@@ -88,7 +91,7 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             .when(pl.col("op").is_in(PRODUCTS))
             .then(slowest / pl.when(pl.col("dtype") == "fp8").then(1.0).otherwise(_of_gpu(self.sustained, cluster)))
             .when(pl.col("op") == "cross_entropy")
-            .then(slowest * self.loss.get(kind, 1.0))
+            .then(slowest * loss)
             .otherwise(slowest * self.moves.get(kind, 1.0))
         )
         gap_us = pl.when(is_compute).then(self.gap_us.get(kind, 0.0)).otherwise(0.0)
