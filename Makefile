@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint warm lab fuzz accuracy bench calibrate calibrations datasets tables picture constraints
+.PHONY: help env demo test lint warm lab fuzz accuracy bench calibrate calibrations surcharges datasets tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -74,6 +74,9 @@ calibrate: env ## samples of this machine, in 6 minutes, and a calibration of it
 
 calibrations: env ## fit the bundled calibrations again, in two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m datasets.make_calibrations
+
+surcharges: env ## fit what a step costs beyond its kernels again, on ../shared/measured, in ten minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fit_surcharges
 
 tables: env ## the tables of README.md, from the JSON files
 	$(BIN)/python -m benchmarks.rows
