@@ -1,8 +1,8 @@
 """Tables drawn: a frame, a graph or a result in, a chart out, which is returned and never shown.
 
-Only this module and `cost_charts` import altair. Importing one in a notebook makes charts appear there: JupyterLab
-draws them itself, without a network, and what cannot run scripts (GitHub, nbviewer) shows the PNG beside it. A PNG
-takes 0.1 to 1.5 s a chart; the environment variable `LUMOS_NB_STATIC=0` leaves it out.
+Only this module, `cost_charts` and `llm_charts` import altair. Importing one in a notebook makes charts appear there:
+JupyterLab draws them itself, without a network, and what cannot run scripts (GitHub, nbviewer) shows the PNG beside it.
+A PNG takes 0.1 to 1.5 s a chart; the environment variable `LUMOS_NB_STATIC=0` leaves it out.
 
 One colour means one thing in all charts. The colours are Okabe and Ito's (2008), which the colour-blind tell apart.
 """

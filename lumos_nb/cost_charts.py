@@ -51,7 +51,7 @@ def roofline(
     --------
     >>> roofline(with_work(cal.predict_kernels(samples)), cal.gpu, "fp16")  # doctest: +SKIP
     """
-    _check(priced, ("flops", "bytes", "time_us", "dur_us"), "kernel")
+    check_rows(priced, ("flops", "bytes", "time_us", "dur_us"), "kernel")
     drawn = priced.sample(min(max_points, priced.height), seed=0)
     rates = {"measured": "time_us", "predicted": "dur_us"}
     shape = [name for name in ("op", "m", "n", "k") if name in drawn.columns]
@@ -66,7 +66,7 @@ def roofline(
         for series, time in rates.items()
     )
     peak, slope = gpu.peak(dtype) / 1e12, gpu.memory_bytes_per_s / 1e12
-    x_ends, y_ends = (_room(points[name]) for name in ("intensity", "rate"))
+    x_ends, y_ends = (room(points[name]) for name in ("intensity", "rate"))
     corners = pl.Series("intensity", sorted([*x_ends, peak / slope]))
     roof = pl.DataFrame({"intensity": corners, "rate": (corners * slope).clip(upper_bound=peak)})
     x = alt.X("intensity:Q").title("FLOPs for every byte that must be moved")
@@ -121,7 +121,7 @@ def sweeps(
     --------
     >>> sweeps(frame, x="m", panel="weight", titles={"x": "tokens", "y": "time (us)"})  # doctest: +SKIP
     """
-    _check(frame, (x, panel, "measured", "predicted"), "sweep")
+    check_rows(frame, (x, panel, "measured", "predicted"), "sweep")
     along = alt.X(f"{x}:Q").scale(type="log" if log_x else "linear", nice=False).title(titles["x"])
     if log_x:
         along = along.axis(format="~s", tickCount=5, grid=False)
@@ -168,13 +168,13 @@ def learning_curve(scored: pl.DataFrame, *, title: str = "", width_px: int = 460
     --------
     >>> learning_curve(pl.DataFrame({"rows": [10, 100], "error": [0.3, 0.08], "series": "gemm"}))  # doctest: +SKIP
     """
-    _check(scored, ("rows", "error", "series"), "learning curve")
+    check_rows(scored, ("rows", "error", "series"), "learning curve")
     chart: alt.Chart = (
         alt.Chart(scored, title=heading(title))
         .mark_line(point=True)
         .encode(
             x=alt.X("rows:Q")
-            .scale(type="log", nice=False, domain=_room(scored["rows"]))
+            .scale(type="log", nice=False, domain=room(scored["rows"]))
             .title("rows that the fit had")
             .axis(format=",", tickCount=6, gridOpacity=0.4),
             y=alt.Y("error:Q").scale(zero=True).title("median error on the rest").axis(format="%"),
@@ -229,7 +229,7 @@ def heat_map(
     >>> heat_map(cells, x="gpu", y="cell", value="basis", heat="basis", titles={})  # doctest: +SKIP
     """
     written = [] if text is None else [text]
-    _check(frame, (x, y, value, *written), "matrix")
+    check_rows(frame, (x, y, value, *written), "matrix")
     order = {name: frame[column].unique(maintain_order=True).to_list() for name, column in (("x", x), ("y", y))}
     order |= {name: list(values) for name, values in (orders or {}).items()}
     angle = 0 if max(len(str(label)) for label in order["x"]) * 6 < cell_px[0] else -35
@@ -277,7 +277,7 @@ def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int 
     --------
     >>> error_spread(pl.DataFrame({"op": ["add"] * 3, "error": [-0.1, 0.0, 0.2]}), by="op")  # doctest: +SKIP
     """
-    _check(rows, (by, "error"), "error")
+    check_rows(rows, (by, "error"), "error")
     shares = {"p05": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
     quantiles = {name: pl.col("error").quantile(share, "linear") for name, share in shares.items()}
     classes = rows.group_by(by, maintain_order=True).agg(rows=pl.len(), **quantiles)
@@ -318,13 +318,13 @@ def interval_check(scores: pl.DataFrame, *, title: str = "", width_px: int = 460
     --------
     >>> interval_check(scores)  # doctest: +SKIP
     """
-    _check(scores, ("name", "left_out", "coverage", "width", "groups", "rows"), "score")
+    check_rows(scores, ("name", "left_out", "coverage", "width", "groups", "rows"), "score")
     y = alt.Y("coverage:Q").scale(domain=[0, 1]).title("rows inside the interval").axis(format="%")
     wanted = alt.Chart(pl.DataFrame({"low": [0.85], "high": [0.95]})).mark_rect(opacity=0.18, color="#009E73")
     points = alt.Chart(scores).mark_point(size=60, filled=True, opacity=0.75)
     points = points.encode(
         x=alt.X("width:Q")
-        .scale(type="log", nice=False, domain=_room(scores["width"]))
+        .scale(type="log", nice=False, domain=room(scores["width"]))
         .title("median width of the intervals, of the prediction")
         .axis(format="%", gridOpacity=0.4),
         y=y,
@@ -338,13 +338,14 @@ def interval_check(scores: pl.DataFrame, *, title: str = "", width_px: int = 460
     return alt.LayerChart(layer=layers, title=heading(title), width=width_px, height=260)
 
 
-def _check(frame: pl.DataFrame, columns: tuple[str, ...], what: str) -> None:
+def check_rows(frame: pl.DataFrame, columns: tuple[str, ...], what: str) -> None:
+    """Raise LumosError unless there is a row, SchemaError where a column is missing."""
     require_columns(frame, columns, what)
     if frame.is_empty():
         raise LumosError(f"nothing to draw: the {what} table has no row.")
 
 
-def _room(values: pl.Series) -> list[float]:
+def room(values: pl.Series) -> list[float]:
     """Ends of a logarithmic axis, a little beyond what it shows."""
     ends = values.cast(pl.Float64).to_numpy()
     return [float(ends.min()) / 1.3, float(ends.max()) * 1.3]

@@ -41,7 +41,7 @@ def test_importing_takes_under_300_ms_and_loads_nothing_heavy():
 
 
 def test_no_module_loads_torch_or_altair_when_imported():
-    drawing = ("lumos_nb.charts", "lumos_nb.cost_charts", "lumos_nb.widgets")
+    drawing = ("lumos_nb.charts", "lumos_nb.cost_charts", "lumos_nb.llm_charts", "lumos_nb.widgets")
     modules = [name for name in submodules() if name not in drawing]
     code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
     assert run_python(code + "print(*{'torch', 'altair', 'ipywidgets'} & set(sys.modules))").split() == []

@@ -1,0 +1,308 @@
+"""Predicted steps drawn: beside measured ones, by pipeline rank, and over the layouts of a search.
+
+As in `charts`: a frame in, a chart out, and one colour means one thing. Measured is black and predicted blue.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+import polars as pl
+
+from lumos_nb.charts import NOTHING, SERIES, heading
+from lumos_nb.cost_charts import CLASS_COLOURS, check_rows, room
+from lumos_nb.errors import LumosError
+from lumos_nb.workloads.llm.candidates import AXES
+from lumos_nb.workloads.llm.memory import CLASSES
+
+GREY, PREDICTED = "#4D4D4D", SERIES["predicted"][0]
+OTHER_SERIES = (("#D55E00", "cross"), ("#009E73", "diamond"), ("#CC79A7", "square"))
+"""Colour and shape of what stands beside measured and predicted."""
+_OKABE_ITO = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#000000", "#E69F00", "#CC79A7", "#F0E442")
+MEMORY_COLOURS = dict(zip(CLASSES, (*_OKABE_ITO, NOTHING), strict=True))
+CLOSE = 0.1
+"""Half the width of the band that a scatter shades."""
+_SPAN = ("low_s", "high_s")
+
+
+def measured_against_predicted(
+    scored: pl.DataFrame, *, by: str = "source", title: str = "Predicted against measured", width_px: int = 430
+) -> alt.LayerChart:
+    """Draw predicted step times over measured ones, with their intervals, the diagonal and 10 % on either side.
+
+    Parameters
+    ----------
+    scored
+        `measured_s`, `predicted_s`, `low_s`, `high_s`, and `by`; tooltips show `run`, if it is there.
+    by
+        The column whose values have colours, in the order in which they first stand.
+    title, width_px
+        Heading, and width and height of the plot.
+
+    Raises
+    ------
+    LumosError
+        There is no row.
+    SchemaError
+        A column is missing.
+
+    Examples
+    --------
+    >>> measured_against_predicted(scored)  # doctest: +SKIP
+    """
+    times = ("measured_s", "predicted_s", *_SPAN)
+    check_rows(scored, (by, *times), "scored")
+    rows = scored.with_columns(error=pl.col("predicted_s") / pl.col("measured_s") - 1)
+    ends = room(pl.concat([rows[name].cast(pl.Float64) for name in times]))
+    scale = alt.Scale(type="log", domain=ends, nice=False)
+    look = alt.Axis(format="~g", tickCount=6, gridOpacity=0.4)
+    x = alt.X("measured_s:Q", scale=scale, axis=look, title="measured step time (s)")
+    y = alt.Y("predicted_s:Q", scale=scale, axis=look, title="predicted step time (s)")
+    span = {"y": alt.Y("low_s:Q", scale=scale, title="predicted step time (s)"), "y2": alt.Y2("high_s:Q")}
+    at = pl.DataFrame({"measured_s": ends, "predicted_s": ends})
+    at = at.with_columns(low_s=pl.col("measured_s") * (1 - CLOSE), high_s=pl.col("measured_s") * (1 + CLOSE))
+    band = alt.Chart(at).mark_area(opacity=0.15, color=GREY, clip=True).encode(x=x, **span)
+    line = alt.Chart(at).mark_line(color=GREY, strokeWidth=1).encode(x=x, y=y)
+    order = rows[by].unique(maintain_order=True).to_list()
+    colour = (
+        alt.Color(f"{by}:N")
+        .scale(domain=order, range=CLASS_COLOURS)
+        .title(None)
+        .legend(labelLimit=300, symbolOpacity=1)
+    )
+    tooltip = [*rows.select(pl.col("^run$")).columns, by, *_seconds(*times), alt.Tooltip("error:Q", format="+.1%")]
+    spans = alt.Chart(rows).mark_rule(opacity=0.5).encode(x=x, color=colour, **span)
+    points = alt.Chart(rows).mark_point(size=36, filled=True, opacity=0.9)
+    points = points.encode(x=x, y=y, color=colour, tooltip=tooltip)
+    text = heading(title, f"shaded: within {CLOSE:.0%} of the measured; bars: nominal 90 % intervals")
+    return alt.LayerChart(layer=[band, line, spans, points], title=text, width=width_px, height=width_px)
+
+
+def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 44) -> alt.LayerChart:
+    """Draw the times of several steps, a column each: measured, predicted with its interval, and what else there is.
+
+    Parameters
+    ----------
+    rows
+        `label` (of the step), `series` ("measured", "predicted", up to three others), `time_s`, and `low_s` and
+        `high_s`, null where there is no interval. Labels come in the order in which they first stand.
+    title, step_px
+        Heading, and width of a column.
+
+    Raises
+    ------
+    LumosError
+        There is no row, or there are more series than colours.
+    SchemaError
+        A column is missing.
+
+    Examples
+    --------
+    >>> step_times(rows)  # doctest: +SKIP
+    """
+    check_rows(rows, ("label", "series", "time_s", *_SPAN), "step time")
+    named = rows["series"].unique(maintain_order=True).to_list()
+    others = [series for series in named if series not in SERIES]
+    if len(others) > len(OTHER_SERIES):
+        raise LumosError(f"there are {len(others)} series beside measured and predicted: give {len(OTHER_SERIES)}.")
+    looks = {**SERIES, **dict(zip(others, OTHER_SERIES, strict=False))}
+    colours, shapes = ([looks[series][n] for series in named] for n in range(2))
+    colour = alt.Color("series:N").scale(domain=named, range=colours).title(None)
+    labels = rows["label"].unique(maintain_order=True).to_list()
+    x = alt.X("label:N").scale(domain=labels).title(None).axis(labelAngle=-40, labelLimit=200, ticks=False)
+    y_title = "step time (s)"
+    spans = alt.Chart(rows.drop_nulls(_SPAN)).mark_rule(strokeWidth=4, opacity=0.3)
+    spans = spans.encode(x=x, y=alt.Y("low_s:Q").title(y_title), y2="high_s:Q", color=colour)
+    points = alt.Chart(rows).mark_point(size=110, strokeWidth=2, opacity=1)
+    points = points.encode(
+        x=x,
+        y=alt.Y("time_s:Q").title(y_title),
+        color=colour,
+        shape=alt.Shape("series:N").scale(domain=named, range=shapes).title(None),
+        tooltip=["label", "series", *_seconds("time_s", *_SPAN)],
+    )
+    text = heading(title, "bars: nominal 90 % intervals")
+    return alt.LayerChart(layer=[spans, points], title=text, width=alt.Step(step_px), height=240)
+
+
+def memory_bars(
+    memory: pl.DataFrame, *, limit_bytes: float | None = None, title: str = "Memory at its peak", width_px: int = 500
+) -> alt.LayerChart:
+    """Draw what memory each pipeline rank needs when it needs most, by class.
+
+    Parameters
+    ----------
+    memory
+        `stage`, `class`, `bytes`, `moment`: what `memory` and `Estimate.memory` give.
+    limit_bytes
+        What a GPU has, drawn as a line.
+    title, width_px
+        Heading, and width of the plot.
+
+    Raises
+    ------
+    LumosError
+        There is no row.
+    SchemaError
+        A column is missing.
+
+    Examples
+    --------
+    >>> memory_bars(found.memory, limit_bytes=found.cluster.gpu_sheet.memory_bytes)  # doctest: +SKIP
+    """
+    check_rows(memory, ("stage", "class", "bytes", "moment"), "memory")
+    rows = memory.filter(pl.col("bytes") > 0).select(
+        "class", "moment", gb=pl.col("bytes") / 1e9, label=pl.format("pipeline rank {}", "stage"),
+        place=pl.col("class").cast(pl.Enum(CLASSES)).to_physical(),
+    )  # fmt: skip
+    present = [name for name in CLASSES if name in set(rows["class"])]
+    colours = [MEMORY_COLOURS[name] for name in present]
+    labels = memory.sort("stage").select(pl.format("pipeline rank {}", "stage").unique(maintain_order=True))
+    bars = alt.Chart(rows).mark_bar()
+    bars = bars.encode(
+        x=alt.X("gb:Q").title("memory (GB)"),
+        y=alt.Y("label:N").scale(domain=labels.to_series().to_list()).title(None).axis(ticks=False, domain=False),
+        color=alt.Color("class:N").scale(domain=present, range=colours).title(None),
+        order=alt.Order("place:Q"),
+        tooltip=["label", "class", alt.Tooltip("gb:Q", format=".3~f", title="GB"), "moment"],
+    )
+    layers: list[alt.Chart] = [bars]
+    if limit_bytes is not None:
+        limit = alt.Chart(pl.DataFrame({"gb": [limit_bytes / 1e9]}))
+        layers.append(limit.mark_rule(strokeDash=[6, 3], strokeWidth=1.5).encode(x="gb:Q"))
+    text = heading(title, "dashed: what a GPU has" if limit_bytes is not None else "")
+    return alt.LayerChart(layer=layers, title=text, width=width_px, height=alt.Step(26))
+
+
+def layouts(
+    frame: pl.DataFrame,
+    *,
+    x: str = "pp",
+    y: str = "tp",
+    title: str = "The fastest layouts",
+    cell_px: tuple[int, int] = (74, 30),
+) -> alt.LayerChart:
+    """Draw the fastest step over two axes of a search; cells in grey say what keeps all of their layouts from running.
+
+    Parameters
+    ----------
+    frame
+        `Found.frame` of a search, or some of its rows.
+    x, y
+        The two axes, of `candidates.AXES`. Tooltips tell the others of the fastest layout, or why there is none: of the
+        one that needs least memory, where memory is what is missing.
+    title, cell_px
+        Heading, and width and height of a cell.
+
+    Raises
+    ------
+    LumosError
+        There is no row.
+    SchemaError
+        A column is missing.
+
+    Examples
+    --------
+    >>> layouts(found.frame)  # doctest: +SKIP
+    """
+    axes = [name for name in AXES if name in frame.columns]
+    check_rows(frame, (x, y, "feasible", "why_not", "step_s", "memory_bytes"), "search")
+    best = frame.sort("feasible", "step_s", "memory_bytes", descending=[True, False, False], nulls_last=True)
+    cells = best.unique([x, y], keep="first", maintain_order=True).with_columns(
+        text=pl.when("feasible").then(_three_digits("step_s")).otherwise(pl.col("why_not").str.extract(_OBSTACLE)),
+        memory_gb=pl.col("memory_bytes") / 1e9,
+    )
+    scales = {name: frame[column].unique().sort().to_list() for name, column in (("x", x), ("y", y))}
+    look: dict[str, Any] = {"ticks": False, "domain": False, "labelAngle": 0}
+    where = {
+        "x": alt.X(f"{x}:O").scale(domain=scales["x"]).axis(**look),
+        "y": alt.Y(f"{y}:O").scale(domain=scales["y"]).axis(**look),
+    }
+    tooltip = [*axes, *_seconds("step_s"), alt.Tooltip("memory_gb:Q", format=".1f", title="memory (GB)"), "why_not"]
+    fits, fails = cells.filter("feasible"), cells.filter(~pl.col("feasible"))
+    colour = alt.Color("step_s:Q").scale(type="log", scheme="blues", reverse=True).title("step time (s)")
+    drawn = [
+        alt.Chart(fails).mark_rect(color=NOTHING, stroke="white").encode(**where, tooltip=tooltip),
+        alt.Chart(fails).mark_text(fontSize=10, color=GREY).encode(**where, text="text:N", tooltip=tooltip),
+    ]
+    if fits.height:
+        middle = float((fits["step_s"].min() * fits["step_s"].max()) ** 0.5)  # type: ignore[operator]
+        ink = alt.condition(f"datum.step_s < {middle}", alt.value("white"), alt.value("#222222"))
+        rects = alt.Chart(fits).mark_rect(stroke="white")
+        drawn.append(rects.encode(**where, color=colour.legend(format=".3~r", tickCount=4), tooltip=tooltip))
+        drawn.append(alt.Chart(fits).mark_text().encode(**where, text="text:N", color=ink, tooltip=tooltip))
+    width, height = (alt.Step(size) for size in cell_px)
+    text = heading(title, "step time (s) of the fastest in each cell; grey: what is in the way of all; white: none")
+    return alt.LayerChart(layer=drawn, title=text, width=width, height=height)
+
+
+_OBSTACLE = r"^(?:[A-Z]\w+: )?(\w+)"
+"""What is in the way: the field that a reason names, or memory."""
+
+
+def pareto(
+    frame: pl.DataFrame,
+    front: pl.DataFrame,
+    *,
+    title: str = "Time and memory",
+    width_px: int = 480,
+    max_points: int = 2000,
+) -> alt.LayerChart:
+    """Draw step time over memory of all layouts that fit, and the front: those than which none is better in both.
+
+    Parameters
+    ----------
+    frame, front
+        `Found.feasible` and `Found.pareto` of a search.
+    title, width_px
+        Heading, and width of the plot.
+    max_points
+        Layouts drawn behind the front; of more, so many at random.
+
+    Raises
+    ------
+    LumosError
+        There is no row.
+    SchemaError
+        A column is missing.
+
+    Examples
+    --------
+    >>> pareto(found.feasible, found.pareto)  # doctest: +SKIP
+    """
+    for table, what in ((frame, "search"), (front, "front")):
+        check_rows(table, ("gpus", "step_s", "memory_bytes"), what)
+    behind = frame.sample(min(max_points, frame.height), seed=0)
+    axes = [name for name in AXES if name in front.columns and frame[name].n_unique() > 1]
+    tooltip = [*axes, *_seconds("step_s"), alt.Tooltip("memory_gb:Q", format=".1f", title="memory (GB)")]
+    shown = [
+        table.select(*axes, *([] if "gpus" in axes else ["gpus"]), "step_s", memory_gb=pl.col("memory_bytes") / 1e9)
+        for table in (behind, front)
+    ]
+    x = alt.X("memory_gb:Q").scale(zero=False).title("memory of the fullest rank (GB)")
+    y = (
+        alt.Y("step_s:Q")
+        .scale(type="log", nice=False, domain=room(frame["step_s"]))
+        .title("step time (s)")
+        .axis(format="~g", gridOpacity=0.4)
+    )
+    colour = alt.Color("gpus:N").scale(range=(PREDICTED, *CLASS_COLOURS[1:])).title("GPUs")
+    dots = alt.Chart(shown[0]).mark_point(size=14, filled=True, color="#999999", opacity=0.35)
+    line = alt.Chart(shown[1]).mark_line(interpolate="step-after", strokeWidth=1.5)
+    marks = alt.Chart(shown[1]).mark_point(size=50, filled=True, opacity=1)
+    layers = [
+        dots.encode(x=x, y=y, tooltip=tooltip),
+        line.encode(x=x, y=y, color=colour),
+        marks.encode(x=x, y=y, color=colour, tooltip=tooltip),
+    ]
+    count = f"{behind.height:,} of {frame.height:,} layouts that fit; coloured: the {front.height} that none beats"
+    return alt.LayerChart(layer=layers, title=heading(title, count), width=width_px, height=300)
+
+
+def _seconds(*columns: str) -> list[alt.Tooltip]:
+    return [alt.Tooltip(f"{name}:Q", format=",.4~r", title=f"{name.removesuffix('_s')} (s)") for name in columns]
+
+
+def _three_digits(column: str) -> pl.Expr:
+    return pl.col(column).round_sig_figs(3).cast(pl.String)
