@@ -142,6 +142,22 @@ def test_layers_repeat_with_all_that_is_in_them() -> None:
     assert find_structure(edited("gpt-single", layers=6)).layers == {0: [0, 1, 2, 3, 4, 5]}
 
 
+@pytest.mark.parametrize("name", ["gpt-single", "gpt-tp"])
+@pytest.mark.parametrize(
+    "series",
+    [
+        [{"layers": n} for n in (1, 2, 3, 5)],
+        [{"hidden": 64 * n, "ffn": 256 * n} for n in (1, 2, 3, 6)],
+        [{"micro_batch": n, "global_batch": n} for n in (4, 8, 24)],
+        [{"seq": n, "max_seq": n} for n in (32, 64, 512)],
+    ],
+    ids=["layers", "width", "batch", "sequence"],
+)
+def test_more_of_anything_takes_longer(name: str, series: list[dict[str, int]]) -> None:
+    times = [step_ns(edited(name, **fields)) for fields in series]
+    assert times == sorted(set(times))
+
+
 def test_kernels_take_the_ratio_of_two_predictions() -> None:
     graph, wide = graph_of("gpt-single"), edited("gpt-single", **WIDER)
     before, after = edited("gpt-single").parts, wide.parts
@@ -233,6 +249,10 @@ def test_a_trace_of_a_gpu_is_rewritten_by_its_kernels(traces: Path) -> None:
     older = Cluster(gpu="A100-SXM-80GB", gpus_per_node=1)
     assert 1.5 < kernels_ns(rewrite(base, onto=older)) / kernels_ns(base) < 3.2
     assert step_ns(rewrite(deep, layers=24)) == step_ns(graph)
+    with pytest.raises(InputError, match="calibration="):
+        rewrite(replace(graph, run=None), hidden=2048)
+    with pytest.raises(InputError, match="cluster="):
+        rewrite(base, dp=2, global_batch=32)
 
 
 def test_a_timeline_of_whole_passes_is_scheduled_anew(traces: Path) -> None:
@@ -273,9 +293,3 @@ def test_what_is_missing_is_asked_for() -> None:
     assert step_ns(rewrite(alone, layers=4)) == step_ns(edited("gpt-single", layers=4))
     with pytest.raises(InputError, match="Give the run"):
         rewrite(alone, **WIDER)
-    on_device = pl.when(pl.col("kind") == "cpu").then(pl.lit("kernel")).otherwise("kind")
-    cuda = replace(alone, ops=alone.ops.with_columns(kind=on_device, device=pl.lit(0, pl.Int32)))
-    with pytest.raises(InputError, match="calibration="):
-        rewrite(cuda, of=same("gpt-single").setup, **WIDER)
-    with pytest.raises(InputError, match="cluster="):
-        rewrite(cuda, of=same("gpt-single").setup, calibration="H100-SXM-80GB", dp=2, global_batch=16)

@@ -145,7 +145,8 @@ def with_gradients(graph: Graph, structure: Structure, target: Setup, prices: Pr
     for rank, stage in structure.stage.items():
         rows = gradients(target, stage)
         rows = rows.filter(pl.col("phase") != "forward")
-        if rows.is_empty():
+        trained = structure.ops.filter(pl.col("rank") == rank, pl.col("phase") == "backward")
+        if rows.is_empty() or trained.is_empty():  # a trace of inference has no gradients
             continue
         took = prices.ns(rows["collective"], rows["size_bytes"], rows["group_size"])
         at = [_ready(structure, rank, layer) for layer in rows["layer"].to_list()]

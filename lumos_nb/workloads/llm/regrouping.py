@@ -15,10 +15,11 @@ import polars as pl
 from lumos_nb._replay_plan import Plan
 from lumos_nb.errors import LayoutError
 from lumos_nb.graph import Graph
+from lumos_nb.workloads.llm.layer_search import OUTSIDE
 from lumos_nb.workloads.llm.reading import Setup
 from lumos_nb.workloads.llm.schedule import dependencies, schedule
 from lumos_nb.workloads.llm.splicing import PLAN
-from lumos_nb.workloads.llm.structure import MESSAGE, OUTSIDE, Structure
+from lumos_nb.workloads.llm.structure import MESSAGE, Structure
 
 FIRST, LAST, EDGE, BEGIN, END = "first", "last", "edge", "begin", "end"
 """Where a run outside the layers belongs: an end of the model, an edge of a stage, before or behind all passes."""
@@ -176,7 +177,7 @@ class Pipeline:
     def _layers(self, phase: str, layers: Sequence[int], micro_batch: int | None) -> list[Piece]:
         """Runs of some layers: those of the measured layers of their numbers, from the first again.
 
-        Where a trace shows several layers as one (`structure.WHOLE`), each has its share of that.
+        Where a trace shows several layers as one (`layer_search.WHOLE`), each has its share of that.
         """
         shown = len({layer for _, layer, _ in self._of_layers})
         together = self.was[0].layers / max(shown, 1)

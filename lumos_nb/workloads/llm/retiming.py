@@ -23,7 +23,7 @@ from lumos_nb.graph import Graph
 from lumos_nb.layout import Parallelism, Training
 from lumos_nb.traces.run import Run
 from lumos_nb.transformer import Transformer
-from lumos_nb.workloads.llm.structure import ACCUMULATES
+from lumos_nb.workloads.llm.layer_search import ACCUMULATES
 
 KERNEL = {**dict.fromkeys(("family", "op", "pass", "dtype"), pl.String()), **SIZES}
 """Columns of a kernel frame that a part has."""

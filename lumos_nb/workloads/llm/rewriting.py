@@ -117,17 +117,15 @@ def rewrite(
     if known and known.measured and graph.ops is known.measured[3]:  # not edited since: start from what was measured
         base, setup, parts, _ = known.measured
     structure = find_structure(base)
-    if parts is None and (setup is None or _sizes_differ(setup, _target(setup, to, model, train, sizes), onto)):
-        parts = parts_of(base, run or base.run)
-    parts = pl.DataFrame(schema=PARTS) if parts is None else parts
+    parts = _parts(base, run or base.run, needed=of is None) if parts is None else parts
     placed = _placed(parts, structure, base)
     was = setup or read_setup(base, structure, placed)
     target = _target(current or was, to, model, train, sizes)
     blind = known is None and not (run or base.run)
     edit = _Edit(base, structure, placed, was, target, calibration, cluster, onto, blind)
-    ops_before = base.report if base.report.height else pl.DataFrame(schema=REPORT)
     made = edit.graph()
-    report = pl.concat([ops_before, pl.DataFrame(edit.notes, schema=REPORT, orient="row")], how="diagonal_relaxed")
+    notes = pl.DataFrame(edit.notes, schema=REPORT, orient="row")
+    report = pl.concat([made.report, notes]) if made.report.height else notes
     return Rewritten(
         made.ops, made.edges, made.step, report, made.queue_sizes, made.filled, base.run,
         setup=target, parts=edit.parts.select("op_id", *KERNEL, "time_ns"),
@@ -135,8 +133,14 @@ def rewrite(
     )  # fmt: skip
 
 
-def _sizes_differ(was: Setup, target: Setup, onto: Cluster | None) -> bool:
-    return symbols(*was) != symbols(*target) or onto is not None
+def _parts(graph: Graph, run: Run | None, *, needed: bool) -> pl.DataFrame:
+    """The parts of a graph's ops; none where nothing tells sizes, which some edits can do without."""
+    try:
+        return parts_of(graph, run)
+    except InputError:
+        if needed:
+            raise
+        return pl.DataFrame(schema=PARTS)
 
 
 def _placed(parts: pl.DataFrame, structure: Structure, graph: Graph) -> pl.DataFrame:
@@ -283,10 +287,11 @@ class _Edit:
         other = load_calibration(self.onto.gpu_sheet.name) if self.onto else None
         if old == new and other is None:
             return graph
-        if self.blind and not self.base.ops["kind"].is_in(WORK).any():
+        if self.parts.is_empty() or (self.blind and not self.base.ops["kind"].is_in(WORK).any()):
             raise InputError(
-                "the graph has no device and no run: what its host operators hold is in the run's events alone. Give "
-                "the run that it was built from: rewrite(graph, ..., run=run)."
+                "nothing tells what the ops of this graph compute: without a device that is in the run's events alone, "
+                "and with one in the shapes of operators. Give the run, recorded with record_shapes=True: "
+                "rewrite(graph, ..., run=run)."
             )
         sized = with_sizes(self.parts, old, new)
         unseen = sized.filter(pl.col("meaning").is_null())

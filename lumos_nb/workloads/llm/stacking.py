@@ -9,10 +9,10 @@ import polars as pl
 
 from lumos_nb.errors import LayoutError
 from lumos_nb.graph import Graph
+from lumos_nb.workloads.llm.layer_search import OUTSIDE
 from lumos_nb.workloads.llm.reading import Setup
 from lumos_nb.workloads.llm.regrouping import Runs
 from lumos_nb.workloads.llm.splicing import PLAN
-from lumos_nb.workloads.llm.structure import OUTSIDE
 
 
 def deepened(runs: pl.DataFrame, was: Setup, target: Setup) -> pl.DataFrame:

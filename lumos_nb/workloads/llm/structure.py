@@ -10,20 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import polars as pl
 
 from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import GraphError
 from lumos_nb.graph import Graph
 from lumos_nb.schema import require
-from lumos_nb.workloads.llm.repeats import Ints, Tandem, common, tandem
-
-OUTSIDE = -1
-"""Layer of what is known to be in none."""
-
-ACCUMULATES = "AccumulateGrad"
-"""Autograd's node that stores a gradient: it has no forward operator, so no layer of its own."""
+from lumos_nb.workloads.llm.layer_search import ANNOTATION, NOTHING, OUTSIDE, PLACED, find_layers, with_phases
 
 ISSUED_RULES = ("launch", "issue", "collective", "delay")
 """Rules whose edges tie ops that belong to one place."""
@@ -104,7 +97,7 @@ def find_structure(graph: Graph) -> Structure:
     stage = _stages(graph)
     threads = _in_phases(own)
     anchors = _anchors(own, threads)
-    found, summary = _layers(anchors, stage)
+    found, summary = find_layers(anchors, stage)
     placed = _filled(own, threads, found)
     runs = _with_runs(_spread(graph, placed))
     held = placed.filter(pl.col("layer") >= 0).select("rank", "layer").unique().sort("rank", "layer")
@@ -145,23 +138,7 @@ def _anchors(ops: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
     token = pl.struct("name", "shapes", bytes=pl.col("bytes").fill_null(0)).rank("dense").cast(pl.Int64)
     anchors = anchors.select("op_id", "rank", "phase", "layer", "name", "correlation", "kind", token=token)
     parts = anchors.partition_by("rank", maintain_order=True)
-    return pl.concat([_with_phases(part) for part in parts]) if parts else anchors
-
-
-def _with_phases(anchors: pl.DataFrame) -> pl.DataFrame:
-    """One rank's anchors with phases where none are named: as many stacks of equally many layers as there are."""
-    if anchors["phase"].null_count() < anchors.height:
-        return anchors.with_columns(pl.col("phase").fill_null("other"))
-    tokens = anchors["token"].to_numpy()
-    most = tandem(tokens)
-    begins = [most.start] if most else []
-    if most:
-        end = most.start + most.period * most.times
-        before, behind = tandem(tokens[: most.start], most.times), tandem(tokens[end:], most.times)
-        begins = [*([before.start] if before else []), *begins, *([end + behind.start] if behind else [])]
-    phase = np.searchsorted(np.array(begins[1:], np.int64), np.arange(tokens.size), side="right")
-    names = pl.Series(["forward", "backward", "optimizer"]).gather(phase)
-    return anchors.with_columns(phase=names)
+    return pl.concat([with_phases(part) for part in parts]) if parts else anchors
 
 
 def _stages(graph: Graph) -> dict[int, int]:
@@ -190,150 +167,6 @@ def _met(graph: Graph, comm: pl.DataFrame) -> pl.DataFrame:
     others = ties.select("src", join="dst").join(graph.ops.select(src="op_id", met="rank"), on="src")
     met = joins.join(others, on="join").filter(pl.col("met") != pl.col("rank"))
     return met.group_by("op_id").agg(pl.col("met").min())
-
-
-def _layer_numbers(labels: pl.Series) -> pl.Series:
-    """Layers as numbers: labels that are, or what a path of modules counts: the outermost class with several."""
-    numbers = labels.cast(pl.Int32, strict=False)
-    if numbers.null_count() == labels.null_count():
-        return numbers
-    paths = labels.unique().drop_nulls().to_frame("label")
-    parts = paths.with_columns(part=pl.col("label").str.split("/")).explode("part")
-    parts = parts.with_columns(
-        depth=pl.int_range(pl.len()).over("label"),
-        kind=pl.col("part").str.extract(r"^(.*)_\d+$"),
-        number=pl.col("part").str.extract(r"_(\d+)$").cast(pl.Int32),
-    ).drop_nulls("number")
-    kinds = parts.group_by("depth", "kind").agg(n=pl.col("number").n_unique().cast(pl.Int64)).filter(pl.col("n") > 1)
-    if kinds.is_empty():
-        return pl.repeat(None, len(labels), dtype=pl.Int32, eager=True)
-    chosen = kinds.sort("depth", -pl.col("n"), "kind").head(1)
-    known = parts.join(chosen, on=["depth", "kind"]).with_columns(number=pl.col("number").rank("dense") - 1)
-    table = dict(known.select("label", "number").iter_rows())
-    return labels.replace_strict(table, default=None, return_dtype=pl.Int32)
-
-
-NOTHING, ANNOTATION, REPETITION, COMMON = "nothing", "annotation", "repetition", "stages in common"
-WHOLE = "whole passes"
-"""How layers were found: a timeline of one op a pass shows a stage's layers as one."""
-
-
-@dataclass(slots=True)
-class _Part:
-    """The anchors of one phase on one rank: their layers, counted on this rank, and passes as far as found."""
-
-    anchors: pl.DataFrame
-    mirrored: bool
-    how: str
-    layer: Ints
-    batch: Ints
-    one: Tandem  # where the passes stand: a pass is `period` anchors
-    count: int = 0
-
-    @classmethod
-    def of(cls, anchors: pl.DataFrame, *, mirrored: bool, several: bool) -> _Part:
-        """With passes, where there are `several` or the whole repeats and has stacks of layers in it; no layers yet."""
-        n, tokens = anchors.height, anchors["token"].to_numpy()
-        passes = tandem(tokens)
-        if passes and not several:
-            inner = tandem(tokens[passes.start : passes.start + passes.period])
-            nested = inner is not None and 3 * inner.period * inner.times >= 2 * passes.period
-            passes = passes if nested and 10 * passes.period * passes.times >= 9 * n else None
-        one = passes or Tandem(0, n, 1)
-        at = np.arange(n) - one.start
-        batch = np.where((at >= 0) & (at < one.period * one.times), at // one.period, -1)
-        return cls(anchors, mirrored, NOTHING, np.full(n, OUTSIDE), batch, one)
-
-    @property
-    def block(self) -> Ints:
-        """Tokens of one pass."""
-        tokens: Ints = self.anchors["token"].to_numpy()[self.one.start : self.one.start + self.one.period]
-        return tokens
-
-    def annotated(self) -> None:
-        """Layers by what the ops say; a node that accumulates is where the one before it is."""
-        said = pl.when(~pl.col("name").str.contains(ACCUMULATES)).then(pl.col("number").fill_null(OUTSIDE))
-        layer = self.anchors.select(said.forward_fill().fill_null(OUTSIDE).cast(pl.Int64)).to_series()
-        self.layer = layer.to_numpy()
-        self.how, self.count = ANNOTATION, int(np.unique(self.layer[self.layer >= 0]).size)
-
-    def repeated(self, count: int | None = None) -> None:
-        """Layers by what repeats in a pass."""
-        if self.one.times > 1 and self.one.period == 1:
-            self.put(Tandem(0, 1, 1), WHOLE)
-        elif found := tandem(self.block, count, mirrored=self.mirrored):
-            self.put(found, REPETITION)
-
-    def put(self, found: Tandem, how: str) -> None:
-        """Layers at these places of every pass."""
-        at = np.arange(self.anchors.height) - self.one.start
-        inside = at % self.one.period - found.start
-        number = inside // found.period
-        number = found.times - 1 - number if self.mirrored else number
-        layered = (self.batch >= 0) & (inside >= 0) & (inside < found.period * found.times)
-        self.layer = np.where(layered, number, OUTSIDE)
-        self.how, self.count = how, found.times
-
-
-def _in_common(parts: dict[int, _Part], stage: dict[int, int]) -> None:
-    """A layer on stages that hold one each: what the passes of two stages have in common, if that is more."""
-    for rank, part in parts.items():
-        others = [other for other in parts if stage[other] != stage[rank]]
-        if others:
-            nearest = min(others, key=lambda other: (abs(stage[other] - stage[rank]), other))
-            at, _, length = common(part.block, parts[nearest].block)
-            if length > (part.layer >= 0).sum() // part.one.times:
-                part.put(Tandem(at, length, 1), COMMON)
-
-
-def _layers(anchors: pl.DataFrame, stage: dict[int, int]) -> tuple[pl.DataFrame, list[dict[str, object]]]:
-    """`PLACED` of the anchors; and how each rank's phases were found."""
-    anchors = anchors.with_columns(number=_layer_numbers(anchors["layer"]))
-    annotated = anchors["number"].is_not_null().any()
-    turns = anchors.filter(pl.col("phase").is_in(["forward", "backward"])).group_by("rank", maintain_order=True)
-    back = (pl.col("phase") == "forward") & (pl.col("phase").shift(1) == "backward")
-    again = dict(turns.agg(back.any()).iter_rows())
-    staged = max(stage.values(), default=0) > 0
-    parts: dict[str, dict[int, _Part]] = {}
-    for (phase, rank), rows in anchors.group_by("phase", "rank", maintain_order=True):
-        passes = (staged or again.get(rank, False)) and phase != "optimizer"
-        parts.setdefault(str(phase), {})[int(str(rank))] = _Part.of(rows, mirrored=phase == "backward", several=passes)
-    for phase in ("forward", "backward", "other"):
-        for part in parts.get(phase, {}).values():
-            part.annotated() if annotated else part.repeated()
-        if not annotated:
-            _in_common(parts.get(phase, {}), stage)
-    held = {rank: part.count for rank, part in parts.get("forward", {}).items()}
-    for rank, part in parts.get("optimizer", {}).items():
-        if held.get(rank, 0) > 1:
-            part.repeated(held[rank])
-    _in_common({r: p for r, p in parts.get("optimizer", {}).items() if held.get(r) == 1}, stage)
-    numbers = _numbers(parts.get("forward", {}), stage)
-    frames, summary = [], []
-    for phase, of_phase in parts.items():
-        for rank, part in of_phase.items():
-            own = numbers.get(rank, np.arange(part.count)) if part.how != ANNOTATION else None
-            layer = part.layer if own is None else np.where(part.layer < 0, OUTSIDE, np.append(own, 0)[part.layer])
-            frames.append(part.anchors.select(*PLACED[:-2], layer=layer, micro_batch=part.batch))
-            summary.append(
-                {"rank": rank, "phase": phase, "found": part.how, "layers": part.count, "passes": part.one.times}
-            )
-    return pl.concat(frames) if frames else anchors.select(*PLACED[:-2], layer=0, micro_batch=0), summary
-
-
-PLACED = ("op_id", "rank", "correlation", "kind", "phase", "layer", "micro_batch")
-
-
-def _numbers(forward: dict[int, _Part], stage: dict[int, int]) -> dict[int, Ints]:
-    """Rank -> the numbers in the whole model of the layers that it holds."""
-    counts = {stage[rank]: part.count for rank, part in sorted(forward.items())}
-    numbers = {}
-    for rank, part in forward.items():
-        if part.how == ANNOTATION:
-            numbers[rank] = np.unique(part.layer[part.layer >= 0])
-        else:
-            numbers[rank] = sum(n for s, n in counts.items() if s < stage[rank]) + np.arange(part.count)
-    return numbers
 
 
 def _filled(ops: pl.DataFrame, threads: pl.DataFrame, found: pl.DataFrame) -> pl.DataFrame:
