@@ -33,6 +33,8 @@ COLUMNS = (
 
 ENOUGH = 1.25
 """Up to how many times a GPU's memory a step that recomputes nothing is taken to have been made to fit."""
+IN_FP8 = 0.7
+"""Share of the memory that fp8 needs, where inputs of products are kept in one byte: `memory` does not count that."""
 
 
 @dataclass(frozen=True)
@@ -432,7 +434,7 @@ def _recomputed(
         reader.assume("recompute is not stated: none")
         return train
     room = cluster.gpu_sheet.memory_bytes
-    needed = peak_bytes(model, layout, train)
+    needed = peak_bytes(model, layout, train) * (IN_FP8 if train.dtype == "fp8" else 1)
     found = "none" if needed < ENOUGH * room else "full"
     reader.assume(f"recompute is not stated: {found}, as memory without any is {needed / 1e9:.3g} of {room / 1e9:g} GB")
     return msgspec.structs.replace(train, recompute=found)
