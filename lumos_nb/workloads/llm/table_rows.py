@@ -14,15 +14,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lumos_nb.config import Fabric, Gpu, find_fabric, find_gpu, gpus, names_of
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.layout import Cluster, Parallelism, Training, problems
-from lumos_nb.transformer import Moe, Transformer, models
+from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.llm import table_words as words
 from lumos_nb.workloads.llm.estimates import Estimate, estimate
 from lumos_nb.workloads.llm.memory import peak_bytes
 from lumos_nb.workloads.llm.table_cells import Reader
+from lumos_nb.workloads.llm.table_clusters import cluster_of
+from lumos_nb.workloads.llm.table_models import model_of
 
 COLUMNS = (
     "row_id", "source", "gpu", "num_gpus", "precision", "model", "params_b", "hidden", "heads", "layers", "vocab",
@@ -124,8 +125,8 @@ def _setup(reader: Reader) -> Setup:
     dp = count // (tp * pp * cp)
     if reader.has("dp") and reader.count("dp") not in (dp, dp / ep):  # the latter: replicas of experts
         raise reader.refusal("dp", f"{count} GPUs over tp x pp x cp = {tp * pp * cp} leave {dp}: give that, or nothing")
-    model = _model(reader, style, tp)
-    cluster = _cluster(reader, count)
+    model = model_of(reader, style.fields.get("tied"), tp)
+    cluster = cluster_of(reader, count)
     batches = _batches(reader, dp)
     schedule, chunks = _schedule(reader, pp, chunks, batches["global_batch"] // max(1, batches["micro_batch"] * dp))
     layout = Parallelism(
@@ -184,157 +185,6 @@ def _style(reader: Reader, tp: int) -> _Style:
     listed = ", ".join(f"{name} {value}" for name, value in framework.fields.items() if name not in aside)
     reader.assume(f"as {framework.name} does: {listed}")
     return _Style(framework.name, {**framework.fields, **told})
-
-
-def _model(reader: Reader, style: _Style, tp: int) -> Transformer:
-    """The model by its name and sizes; a vocabulary is filled up as Megatron does, so that tensor ranks share it."""
-    known = _preset(reader.text("model"))
-    sizes: dict[str, Any] = {}
-    for column in ("hidden", "heads", "layers"):
-        like = getattr(known, column) if known else None
-        sizes[column] = reader.count(column, like, f", of {known.name}" if known else "")
-    same = known if known and known.hidden == sizes["hidden"] else None
-    fields = msgspec.structs.asdict(same) if same else _family(reader, sizes)
-    fields |= sizes | {"name": reader.text("model")}
-    if "tied" in style.fields:
-        fields["tied"] = style.fields["tied"]
-    wide = 4 * sizes["hidden"] if not fields["gated"] else -(-8 * sizes["hidden"] // (3 * 256)) * 256
-    fields["ffn"] = reader.count("ffn", same.ffn if same else wide)
-    fields["kv_heads"] = reader.count("kv_heads", same.keys if same else sizes["heads"])
-    if same and same.head_dim == 0 and same.heads != sizes["heads"]:
-        fields["head_dim"] = 0
-    fields["moe"] = _experts(reader, same, fields["ffn"])
-    fields["max_seq"] = max(fields.get("max_seq", 0), reader.count("seq")) if fields["positions"] == "learned" else 0
-    if same or reader.has("vocab"):
-        vocab = reader.count("vocab", same.vocab if same else None)
-    else:
-        vocab = _vocabulary(reader, fields)
-    padded = -(-vocab // (128 * tp)) * 128 * tp if vocab % (64 * tp) else vocab
-    if padded != vocab:
-        reader.assume(f"the vocabulary of {vocab} is filled up to {padded}, a multiple of 128 x tp")
-    model = Transformer(**fields | {"vocab": padded})
-    _check_size(reader, model)
-    return model
-
-
-def _preset(name: str) -> Transformer | None:
-    """The well-known model of the longest name that stands in a row's."""
-
-    def plain(text: str) -> str:
-        return re.sub(r"[^a-z0-9.]", "", text)
-
-    known = {plain(key): model for key, model in models().items()}
-    known |= {key: models()[other] for key, other in words.OTHER_NAMES.items()}
-    found = [model for key, model in known.items() if re.search(re.escape(key) + r"(?![0-9.])", plain(name))]
-    return max(found, key=lambda model: len(model.name), default=None)
-
-
-def _family(reader: Reader, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """How a model is built: by its name, else by its number of parameters, else by its sizes."""
-    name = reader.text("model")
-    if family := next((f for f in words.FAMILIES if re.search(f.pattern, name)), None):
-        return dict(family.fields)
-    square = 4 * sizes["hidden"] == (reader.number("ffn") or 4 * sizes["hidden"])
-    shared = (reader.number("kv_heads") or sizes["heads"]) < sizes["heads"]
-    gated = shared or not square
-    reader.assume(f"no family of models is called {name!r}: built like {'Llama' if gated else 'GPT'}, by its sizes")
-    return dict(words.LLAMA if gated else words.GPT)
-
-
-def _experts(reader: Reader, same: Transformer | None, ffn: int) -> Moe | None:
-    known = same.moe if same else None
-    count = reader.count("moe_experts", known.experts if known else 0, least=0)
-    if not count:
-        return None
-    topk = reader.count("moe_topk", known.topk if known else None)
-    if known:
-        return msgspec.structs.replace(known, experts=count, topk=topk, ffn=known.ffn)
-    reader.assume("every layer has experts, none is shared by all tokens, and ffn is the width of one")
-    return Moe(experts=count, topk=topk, ffn=ffn)
-
-
-def _vocabulary(reader: Reader, fields: Mapping[str, Any]) -> int:
-    """Of the usual sizes the one that fits a stated number of parameters best; else GPT-2's or Llama 2's."""
-    usual = 32000 if fields["positions"] == "rope" else 50257
-    if size := reader.number("params_b"):
-        rest = Transformer(**{**fields, "vocab": 1}).size
-        copies = 1 if fields["tied"] else 2
-        usual = min(words.VOCABULARIES, key=lambda v: abs(rest + copies * v * fields["hidden"] - size * 1e9))
-    reader.assume(f"vocab is not stated: {usual}" + (", which fits params_b best of usual ones" if size else ""))
-    return usual
-
-
-def _check_size(reader: Reader, model: Transformer) -> None:
-    """Say where the sizes of a row contradict its number of parameters."""
-    stated = reader.number("params_b")
-    parts = model.parameters()
-    ends = parts.get("embedding", 0) + parts.get("head", 0)
-    if stated and min(abs((model.size - out) / (1e9 * stated) - 1) for out in (0, ends)) > 0.1:
-        reader.assume(f"params_b is {stated:g}, but the sizes make {model.size / 1e9:.4g}")
-
-
-def _cluster(reader: Reader, count: int) -> Cluster:
-    """Nodes of the GPU's usual platform; the network between them as stated in the notes, else the usual one."""
-    gpu = _gpu(reader)
-    if (platform := words.PLATFORMS.get(gpu.name)) is None:
-        raise reader.refusal("gpu", f"no usual platform is known; give one of {', '.join(words.PLATFORMS)}")
-    inside: Fabric | str = platform.inside
-    sheet, most = find_fabric(platform.inside), platform.gpus
-    if sheet.max_gpus and sheet.max_gpus < most:  # the same links with more switches
-        inside = msgspec.structs.replace(sheet, max_gpus=most)
-    elif stated := reader.noted("gpus_per_node"):
-        most = int(stated)
-    per_node = max(size for size in range(1, most + 1) if count % size == 0)
-    reader.assume(f"{gpu.name}s are joined by {platform.inside}, {per_node} in one domain")
-    between = _network(reader, platform.between, per_node) if count > per_node else None
-    return Cluster(
-        gpu=gpu.name, nodes=count // per_node, gpus_per_node=per_node, inside=inside if per_node > 1 else None,
-        between=between,
-    )  # fmt: skip
-
-
-def _gpu(reader: Reader) -> Gpu:
-    """The sheet of a name, or of the longest name that it begins with, with as much memory if that is said."""
-    text = re.sub(r"^(nvidia|amd)( instinct)? ", "", reader.text("gpu"))
-    if not text:
-        raise reader.refusal("gpu", "the row cannot be read without it: give it")
-    try:
-        return find_gpu(text)
-    except InputError:
-        plain = _plain(text)
-        known = [
-            (_plain(name), sheet) for sheet in gpus() for name in names_of(sheet) if plain.startswith(_plain(name))
-        ]
-        start, found = max(known, key=lambda pair: len(pair[0]), default=("", None))
-        if not found or re.search(r"pcie|nvl", plain.removeprefix(start)):
-            raise
-        memory = re.search(r"\d+gb", plain.removeprefix(start))
-        kin = _plain(found.name).replace("80gb", memory[0] if memory else "80gb")
-        sheet = next((gpu for gpu in gpus() if _plain(gpu.name) == kin), found)
-        reader.assume(f"gpu {text!r} is read as {sheet.name}")
-        return sheet
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _network(reader: Reader, usual: str, per_node: int) -> Fabric | str:
-    """The network as notes say, as its owner is known to have it, or the platform's usual one (a sheet's name)."""
-    source = reader.text("source")
-    usual = next((network for owner, network in words.OWNERS.items() if owner in source), usual)
-    said = [re.search(pattern, text) for text in (reader.text("notes"), usual) for pattern in words.NETWORKS]
-    found = next(filter(None, said), None)
-    if not found or found.string == usual:
-        reader.assume(f"the network is not stated: {usual}")
-    if not found:
-        return usual
-    rate = float(found["rate"]) * float(found.groupdict().get("count") or 1) / 8 * 1e9 / per_node
-    for name in words.NETWORK_SHEETS:
-        if abs(rate / find_fabric(name).bytes_per_s - 1) < 0.01:
-            return name
-    latency_us = find_fabric(words.NETWORK_SHEETS[0]).latency_us
-    return Fabric(name=found[0], source="the notes of the row", bytes_per_s=rate, latency_us=latency_us)
 
 
 def _batches(reader: Reader, dp: int) -> dict[str, Any]:
