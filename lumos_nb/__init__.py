@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from lumos_nb.workloads.llm.estimates import Estimate as Estimate
     from lumos_nb.workloads.llm.estimates import estimate as estimate
     from lumos_nb.workloads.llm.rewriting import rewrite as rewrite
+    from lumos_nb.workloads.llm.screening import Found as Found
+    from lumos_nb.workloads.llm.screening import search as search
     from lumos_nb.workloads.llm.structure import Structure as Structure
     from lumos_nb.workloads.llm.structure import find_structure as find_structure
     from lumos_nb.workloads.llm.table_rows import estimate_row as estimate_row
@@ -88,6 +90,7 @@ _MODULES = {
     "lumos_nb.workloads.llm.estimates": ("Estimate", "estimate"),
     "lumos_nb.workloads.llm.rewriting": ("rewrite",),
     "lumos_nb.workloads.llm.structure": ("Structure", "find_structure"),
+    "lumos_nb.workloads.llm.screening": ("Found", "search"),
     "lumos_nb.workloads.llm.table_rows": ("estimate_row",),
     "lumos_nb.costs.calibration": ("Calibration", "load_calibration"),
     "lumos_nb.costs.fitting": ("calibrate",),

@@ -144,6 +144,7 @@ def errors(model: Transformer, train: Training, seed: int, count: int, **ranges:
         pytest.param(DENSE, {"overlap_tp": True}, id="tensor parallel pieces"),
         pytest.param(DENSE, {"overlap_wgrad": False, "overlap_pp": False}, id="nothing beside products"),
         pytest.param(GPT, {"kernels": "eager"}, id="host-bound"),
+        pytest.param(DENSE, {"fused_grads": False, "early_stop": True}, id="gradients added apart"),
     ],
 )
 def test_screen_and_replay_agree_within_3_percent(model, changes, seed):

@@ -25,8 +25,8 @@ DP = 2
 """The lane of gradients and weights, behind those of messages by phase."""
 REDUCE, TAIL, READY, STEP, GATHER, GATHER_FIRST, GATHER_LEFT = range(7)
 """Of what replicas do for a stage: sums of all its gradients, of those due last, and which part of a pass is done when
-the first are; what ends the step; all weights that its first pass waits for, the first of them, and which part of that
-pass comes behind the last."""
+the first are; what ends the step; all weights that its first pass waits for, the first of them, and how long that
+pass goes on behind the last."""
 
 
 @jit("uint32[:, ::1](int32[::1], int32[:, ::1], int64, int64, int64, boolean)")
@@ -130,7 +130,7 @@ def step_us(
             if passes[i, FIRST]:
                 start = max(start, ends[DP, rank] + replicas[k, kind, GATHER_FIRST])
                 ends[DP, rank] += replicas[k, kind, GATHER]
-                late = ends[DP, rank] + replicas[k, kind, GATHER_LEFT] * took
+                late = ends[DP, rank] + replicas[k, kind, GATHER_LEFT]
             beside = 0.0
             for lane in range(3):
                 if ends[lane, rank] > start:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import polars as pl
@@ -152,9 +154,12 @@ def _pages(table: pl.DataFrame, plan: pl.DataFrame, train: Training) -> tuple[pl
         .otherwise(back if split else pl.lit("backward"))
     )
     pages = {
-        (depth, made, last): page["row"].sort().to_numpy().astype(np.int64)
+        (depth, made, last): np.array(page, np.int64)
         for last in (False, True)
-        for (depth, made), page in passes.filter(last | (pl.col("when") != "last")).group_by("depth", "made")
+        for depth, made, page in passes.filter(last | (pl.col("when") != "last"))
+        .group_by("depth", "made")
+        .agg(pl.col("row").sort())
+        .iter_rows()
     }
     launch_us = table["launch_us"].to_numpy() if "launch_us" in table.columns else np.zeros(len(table))
     if not launch_us.any():
@@ -194,13 +199,15 @@ class _Rows:
         last = set(ends.group_by("stage", "chunk").agg(pl.col("position").max()).select("stage", "position").rows())
         parts: list[tuple[Ints, tuple[int, int, int, int]]] = []
         none, outside = np.empty(0, np.int64), len(plan)
-        columns = ("which", "position", "phase", "micro_batch", "chunk", "depth")
-        for (stage,), passes in plan.with_row_index("which").group_by("stage", maintain_order=True):
-            chunks = passes.select("chunk", "depth").unique().sort("chunk").rows()
+        columns = ("stage", "which", "position", "phase", "micro_batch", "chunk", "depth")
+        ordered = plan.with_row_index("which").sort("stage", "position").select(columns).rows()
+        for stage, group in groupby(ordered, key=itemgetter(0)):
+            passes = list(group)
+            chunks = sorted({(chunk, depth) for *_, chunk, depth in passes})
             for chunk, depth in chunks:
                 gathers = pages.get((depth, "new weights", True), none)
                 parts.append((gathers[::-1], (stage, -1, chunk, outside)))
-            for which, position, phase, micro_batch, chunk, depth in passes.select(columns).iter_rows():
+            for _, which, position, phase, micro_batch, chunk, depth in passes:
                 page = pages[depth, phase, (stage, position) in last]
                 parts.append((page, (stage, micro_batch, chunk, which)))
             for chunk, depth in chunks:

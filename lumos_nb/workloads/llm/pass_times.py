@@ -28,8 +28,8 @@ from lumos_nb.workloads.llm.surcharges import Surcharges
 
 Floats = NDArray[np.float64]
 
-CELL = ("tp", "sequence_parallel", "cp", "cp_mode", "ep", "etp", "micro_batch", "recompute")
-"""Axes that what a layer takes depends on."""
+CELL = ("tp", "sequence_parallel", "cp", "cp_mode", "ep", "etp", "micro_batch", "recompute", "apart")
+"""Axes that what a layer takes depends on, and whether its gradients are added up by kernels of their own."""
 PHASES = ("forward", "backward_input", "backward_weight")
 GROUPS = ("tp", "cp", "ep", "etp")
 """Groups that a layer's collectives join; the first ranks of a job are one of each kind."""
@@ -71,6 +71,8 @@ class PassTimes(NamedTuple):
         Time of its kernels that run beside no transfer.
     issued
         What the host takes to issue it.
+    kernels
+        How many it has.
     message_bytes
         What one stage sends to the next (cells,).
     """
@@ -78,6 +80,7 @@ class PassTimes(NamedTuple):
     took: Floats
     lone: Floats
     issued: Floats
+    kernels: Floats
     message_bytes: NDArray[np.int64]
 
 
@@ -102,6 +105,7 @@ def pass_times(job: Job, cells: pl.DataFrame) -> Callable[[NDArray[np.int64], bo
     table, own = _laid_out(ranks, kinds)
     table = job.priced(_placed(table, ranks, job.cluster))
     launch_us, table = table["launch_us"].to_numpy(), table.drop("launch_us")
+    is_kernel = (table["kind"] == "compute").to_numpy()
     tables = [table[int(a) : int(b)] for a, b in pairwise(own)]
     message_bytes = np.array([rank.width(rank.rows * model.hidden) for rank in ranks])
 
@@ -109,12 +113,14 @@ def pass_times(job: Job, cells: pl.DataFrame) -> Callable[[NDArray[np.int64], bo
 
     def times(chosen: NDArray[np.int64], split: bool) -> PassTimes:
         ends, lone = _replayed(job, [tables[i] for i in chosen], cells[chosen], len(sections), split)
-        issued = np.zeros((cells.height, len(PHASES), len(sections)))
-        np.add.at(issued, tuple(table.select("cell", _phase(split=split), "section").to_numpy().T), launch_us)
+        issued, kernels = np.zeros((2, cells.height, len(PHASES), len(sections)))
+        at = tuple(table.select("cell", _phase(split=split), "section").to_numpy().T)
+        np.add.at(issued, at, launch_us)
+        np.add.at(kernels, at, is_kernel)
         one = [sections.index(part) if part in sections else -1 for part in PARTS]
         there = np.array([part in sections for part in PARTS])
-        lone, issued = (array[:, :, one] * there for array in (lone, issued[chosen]))
-        return PassTimes(_apart(ends, sections), lone, issued, message_bytes[chosen])
+        once = [array[:, :, one] * there for array in (lone, issued[chosen], kernels[chosen])]
+        return PassTimes(_apart(ends, sections), once[0], once[1], once[2], message_bytes[chosen])
 
     return times
 
@@ -154,8 +160,9 @@ def _lone_ns(job: Job, plain: Result, ops: pl.DataFrame) -> Floats:
 def _rank(model: Transformer, cell: dict[str, Any], train: Training) -> Rank:
     """The smallest job with a cell's groups."""
     changed = {name: cell.pop(name) for name in ("micro_batch", "recompute")}
-    room = cell["ep"] * (cell["etp"] or cell["tp"])
-    return Rank(model, Parallelism(dp=room, **cell), msgspec.structs.replace(train, **changed))
+    room, zero = cell["ep"] * (cell["etp"] or cell["tp"]), 0 if cell.pop("apart") else 3
+    train = msgspec.structs.replace(train, global_batch=2 * room * changed["micro_batch"], **changed)
+    return Rank(model, Parallelism(dp=room, zero=zero, **cell), train)
 
 
 def _laid_out(ranks: Sequence[Rank], kinds: Sequence[bool]) -> tuple[pl.DataFrame, NDArray[np.int64]]:
@@ -198,11 +205,11 @@ def _cut(rows: Sequence[Row], parts: int) -> list[tuple[int, int]]:
 
 def _placed(table: pl.DataFrame, ranks: Sequence[Rank], cluster: Cluster) -> pl.DataFrame:
     """With `nodes` and `gpus` of each collective's group."""
-    places = [
-        (cell, group, *place(rank.layout.groups(group), cluster)) for cell, rank in enumerate(ranks) for group in GROUPS
-    ]
+    layouts = {rank.layout for rank in ranks}
+    places = {layout: [(group, *place(layout.groups(group), cluster)) for group in GROUPS] for layout in layouts}
+    rows = [(cell, *one) for cell, rank in enumerate(ranks) for one in places[rank.layout]]
     schema = {"cell": pl.Int64, "group": pl.String, "nodes": pl.Int64, "gpus": pl.Int64}
-    frame = pl.DataFrame(places, schema=schema, orient="row")
+    frame = pl.DataFrame(rows, schema=schema, orient="row")
     return table.join(frame, on=["cell", "group"], how="left", maintain_order="left")
 
 

@@ -128,8 +128,8 @@ def search(
 ) -> Found:
     """Go through every layout of a model on a cluster: feasibility, memory, a screen of all, a replay of the best.
 
-    Feasibility is that of `layout.problems`, memory that of `memory` with `memory_bytes` of the GPU's sheet as its
-    limit. The screen has the prices of `estimate` and follows a pipeline pass by pass; the best by it are estimated.
+    The limit of memory is `memory_bytes` of the GPU's sheet. The screen has the prices of `estimate` and follows a
+    pipeline pass by pass; the best by it are estimated.
 
     Parameters
     ----------
@@ -144,26 +144,21 @@ def search(
     keep
         How many are replayed.
     executor
-        Replays there. polars hangs in a fork: `ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))`.
+        Replays there. polars hangs in a fork: give `ProcessPoolExecutor(mp_context=get_context("spawn"))`.
     progress
         Called with what is being done, how much of it is done, and of how much.
     ranges
-        Values of any axis (`candidates.AXES`), one or several: `tp=8, recompute=["none", "selective"]`. The others go
-        through the usual ones.
+        Values of axes (`candidates.AXES`), one or several (`tp=8, recompute=["none", "full"]`); else the usual.
 
     Returns
     -------
     found
-        All layouts as a frame, the best, the Pareto front of time, memory and GPUs.
+        All layouts, the best, and the Pareto front of time, memory and GPUs.
 
     Raises
     ------
-    InputError
-        An axis is unknown, or a value of the wrong kind.
-    LayoutError
-        The cluster has no such part.
-    CalibrationError
-        Something has no price.
+    InputError, LayoutError, CalibrationError
+        An axis or a value is none, the cluster has no such part, or something has no price.
 
     Examples
     --------
@@ -178,24 +173,27 @@ def search(
         raise InputError(f"keep={keep!r}: give how many layouts are replayed.")
     say: Progress = progress or (lambda *_: None)
     calibration, extra = prices_of(cluster, calibration), bundled().every if surcharges is None else surcharges
-    frame = candidates(model, cluster, train, counts, ranges)
-    frame = _with_memory(frame, model, train, cluster)
+    frame = _with_memory(candidates(model, cluster, train, counts, ranges), model, train, cluster)
     say("memory", frame.height, frame.height)
-    parts, done = [], 0
-    for (count, feasible), part in frame.group_by("gpus", "feasible", maintain_order=True):
-        job = Job(model, train, cluster_of(cluster, count), calibration, extra)
-        times = screen(job, part) if feasible else np.full(part.height, np.nan)
-        parts.append(part.with_columns(screened_s=pl.Series(times).fill_nan(None)))
-        done += part.height
-        say("screen", done, frame.height)
-    frame = pl.concat(parts).sort("feasible", "screened_s", descending=[True, False], nulls_last=True)
+    frame = _screened(frame, Job(model, train, cluster, calibration, extra), say)
     best = [candidate(row, train, cluster) for row in frame.filter("feasible").head(keep).iter_rows(named=True)]
-    replay = partial(_replayed, model, calibration, extra)
     replayed: list[tuple[float, float, float]] = []
-    for found in (executor.map if executor else map)(replay, best):
+    for found in (executor.map if executor else map)(partial(_replayed, model, calibration, extra), best):
         replayed.append(found)
         say("replay", len(replayed), len(best))
     return Found(model, train, cluster, _ranked(frame, replayed, train))
+
+
+def _screened(frame: pl.DataFrame, job: Job, say: Progress) -> pl.DataFrame:
+    """With `screened_s`, the fastest first."""
+    parts, done = [], 0
+    for (gpus, feasible), part in frame.group_by("gpus", "feasible", maintain_order=True):
+        some = job._replace(cluster=cluster_of(job.cluster, gpus))
+        times = screen(some, part) if feasible else np.full(part.height, np.nan)
+        parts.append(part.with_columns(screened_s=pl.Series(times).fill_nan(None)))
+        done += part.height
+        say("screen", done, frame.height)
+    return pl.concat(parts).sort("feasible", "screened_s", descending=[True, False], nulls_last=True)
 
 
 def _with_memory(frame: pl.DataFrame, model: Transformer, train: Training, cluster: Cluster) -> pl.DataFrame:

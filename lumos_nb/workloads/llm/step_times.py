@@ -17,7 +17,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.transformer import Transformer
-from lumos_nb.workloads.llm._step_kernels import step_us, topological
+from lumos_nb.workloads.llm._step_kernels import GATHER, GATHER_LEFT, READY, REDUCE, step_us, topological
 from lumos_nb.workloads.llm.layers import WORK
 from lumos_nb.workloads.llm.pass_times import CELL, OF_KIND, PARTS, Job, PassTimes, pass_times
 from lumos_nb.workloads.llm.replica_times import TIMES, UNITS, replica_times
@@ -43,18 +43,20 @@ def screen(job: Job, layouts: pl.DataFrame) -> Floats:
     numbered = layouts.with_row_index("layout").with_columns(
         count=job.train.global_batch // (pl.col("micro_batch") * pl.col("dp"))
     )
-    cells = layouts.select(CELL).unique(maintain_order=True)
+    numbered = numbered.with_columns(apart=(pl.col("zero") < 3) & (not job.train.fused_grads))
+    cells = numbered.select(CELL).unique(maintain_order=True)
     numbered = numbered.join(cells.with_row_index("cell"), on=CELL, how="left", maintain_order="left")
     times_of = pass_times(job, cells)
+    stages, kinds = _stages(job.model, numbered)
+    stages, is_split = replica_times(job, stages), pl.col("schedule").is_in(SPLIT_SCHEDULES)
     for split in (False, True):
-        some = numbered.filter(pl.col("schedule").is_in(SPLIT_SCHEDULES) == split)
+        some = numbered.filter(is_split == split)
         if not some.height:
             continue
         chosen, cell = np.unique(some["cell"].to_numpy(), return_inverse=True)
-        times, some = times_of(chosen, split), some.with_columns(cell=cell)
-        stages, kinds = _stages(job.model, some)
-        stages = replica_times(job, stages)
-        arrays = _Arrays.of(job, stages, some, times)
+        some, own = some.with_columns(cell=cell), stages.filter(is_split == split)
+        own = own.with_columns(cell=np.searchsorted(chosen, own["cell"].to_numpy()))
+        arrays = _Arrays.of(job, own, some, times_of(chosen, split))
         shared = ["schedule", "pp", "chunks", "count", pl.col("zero") == 3]
         for (kind, pp, chunks, count, gathers), group in some.with_row_index("at").group_by(shared):
             at = group["at"].to_numpy().astype(np.int64)
@@ -138,6 +140,20 @@ def _issued(stages: pl.DataFrame, issued: Floats, message: float) -> Floats:
     return issue
 
 
+def _left_us(left: Floats, took: Floats, head: Floats, kernels: Floats) -> Floats:
+    """How long a forward pass goes on behind the last new weights (stages,): they are a share `left` of all bytes.
+
+    A bucket is waited for where its share of the bytes begins among the kernels; those of the `head` are few, and long.
+    """
+    of_head = kernels[:, -1] / np.maximum(kernels.sum(axis=1), 1)
+    behind: Floats = np.where(
+        left < of_head,
+        head * left / np.maximum(of_head, 1e-9),
+        head + (took - head) * (left - of_head) / np.maximum(1 - of_head, 1e-9),
+    )
+    return behind
+
+
 @dataclass(frozen=True)
 class _Arrays:
     """What the kernel takes: by stage `about` passes and `replicas`, of each layout those from `begins` on."""
@@ -154,9 +170,11 @@ class _Arrays:
         """From a frame of the stages of all layouts."""
         cell, routed = stages["cell"].to_numpy(), ["routed"] * len(OF_KIND[True])
         counts = np.column_stack([stages[name].to_numpy() for name in ("first", "dense", *routed, "last")])
-        took, (lone, issued) = times.took[cell], (array[cell] * counts[:, None] for array in times[1:3])
+        took, (lone, issued, kernels) = times.took[cell], (array[cell] * counts[:, None] for array in times[1:4])
         message, message_issue = _messages(job, times)
         passes, replicas = _with_units(job, stages, counts, took, lone)
+        head, left = took[:, 0, -1] * counts[:, -1], replicas[:, GATHER_LEFT]
+        replicas[:, GATHER_LEFT] = _left_us(left, passes[0][:, 0], head, kernels[:, 0])
         about = np.stack([*passes[:2], _issued(stages, issued, message_issue), *passes[2:]], axis=2)
         kinds = stages.group_by("layout", maintain_order=True).len()["len"].to_numpy().astype(np.int64)
         block = layouts.select(pl.col("tp") * pl.col("cp") * pl.col("dp")).to_series().to_numpy()
@@ -223,9 +241,13 @@ def _with_units(
     dur = ends.sum(axis=2) + np.maximum(own * slower, pace)
     slowed = job.surcharges.compute_slowed * (lone.sum(axis=2) - beside * free) / np.maximum(dur, 1e-9)
     replicas = np.column_stack([time[name] for name in TIMES])
+    several = replicas[:, GATHER_LEFT] < 1  # buckets of new weights, which come beside the pass
+    replicas[several, GATHER] *= 1 + job.surcharges.comm_slowed
     every = stages["zero"].to_numpy() == 2  # sums of every micro-batch run beside kernels most of the time
-    replicas[every, 0] *= 1 + job.surcharges.comm_slowed * np.minimum(free / np.maximum(own, 1e-9), 1)[every, closing]
-    replicas[zero, :3] = 0, 0, 1
+    replicas[every, REDUCE] *= (
+        1 + job.surcharges.comm_slowed * np.minimum(free / np.maximum(own, 1e-9), 1)[every, closing]
+    )
+    replicas[zero, REDUCE : READY + 1] = 0, 0, 1
     needs, behind = (np.where(zero[:, None], values, -np.inf) for values in (needs, behind))
     return [dur, slowed, needs, behind], replicas
 

@@ -1,0 +1,87 @@
+"""How fast and how faithful a search is: GPT-3 175B on 512 GPUs, the screen alone and with the best replayed.
+
+    python -m benchmarks.bench_search        prints how many layouts a second one core goes through
+
+polars reads its number of threads when it is imported, so that `bench.py` runs this as a process of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+if __name__ == "__main__":
+    os.environ |= dict.fromkeys(("POLARS_MAX_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+
+import numpy as np
+import polars as pl
+
+from benchmarks.rows import Row
+from lumos_nb.costs.calibration import load_calibration
+from lumos_nb.layout import Cluster, Training
+from lumos_nb.transformer import Transformer
+from lumos_nb.workloads.llm.candidates import candidate, candidates
+from lumos_nb.workloads.llm.estimates import estimate
+from lumos_nb.workloads.llm.pass_times import Job
+from lumos_nb.workloads.llm.screening import search
+from lumos_nb.workloads.llm.step_times import screen
+from lumos_nb.workloads.llm.surcharges import bundled
+
+CALCULON = 219
+"""Layouts a second of Calculon's search on one core, as its authors' code does it."""
+CLUSTER = Cluster(
+    gpu="H100-SXM-80GB", nodes=64, gpus_per_node=8, inside="NVLink4 NVSwitch", between="InfiniBand NDR 400"
+)
+GPT3 = Transformer.named("gpt3-175b")
+TRAIN = Training(micro_batch=1, global_batch=512, seq=2048)
+REPEATS, WORKERS, RANDOM = 3, 2, 100
+OTHERS = (("llama-3-8b", 4, 8192), ("mixtral-8x7b", 8, 4096))
+"""Models that the screen is held to the replay for, with nodes and sequence."""
+
+
+def screened() -> tuple[int, float]:
+    """How many layouts, and the least processor time in s that a screen of all takes."""
+    times = []
+    for _ in range(REPEATS):
+        begin = time.process_time()
+        found = search(GPT3, CLUSTER, TRAIN, keep=0)
+        times.append(time.process_time() - begin)
+    return found.frame.height, min(times)
+
+
+def errors(model: Transformer, nodes: int, train: Training, seed: int = 0) -> np.ndarray:
+    """The screen against the replay of random layouts, as shares (RANDOM,)."""
+    cluster = Cluster(gpu=CLUSTER.gpu, nodes=nodes, inside=CLUSTER.inside, between=CLUSTER.between)
+    found = candidates(model, cluster, train, [cluster.gpus], {}).filter(pl.col("why_not").is_null())
+    found = found.sample(RANDOM, seed=seed)
+    prices = load_calibration(str(cluster.gpu))
+    replayed = [estimate(model, *candidate(row, train, cluster), prices).step_s for row in found.iter_rows(named=True)]
+    return screen(Job(model, train, cluster, prices, bundled().every), found) / np.array(replayed) - 1
+
+
+def rows() -> Iterator[Row]:
+    """Speed of the screen and of a whole search, and how far the screen is from the replay."""
+    command = [sys.executable, "-m", "benchmarks.bench_search"]
+    count, screen_s = map(float, subprocess.run(command, capture_output=True, check=True).stdout.split())
+    note = f"GPT-3 175B on 512 GPUs, {count:,.0f} layouts: feasibility, memory and time; processor time of one thread"
+    yield Row("llm/layouts screened", count / screen_s, "layouts/s", "Calculon", CALCULON, None, ">= 50000", note)
+    begin = time.perf_counter()
+    with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as executor:
+        found = search(GPT3, CLUSTER, TRAIN, executor=executor)
+    replayed = found.frame["replayed_s"].len() - found.frame["replayed_s"].null_count()
+    note = f"the same, and {replayed} layouts replayed by {WORKERS} processes, which this starts"
+    yield Row("llm/search of GPT-3 175B on 512 GPUs", time.perf_counter() - begin, "s", target="<= 30", note=note)
+    for name, nodes, seq in OTHERS:
+        off = 100 * np.abs(errors(Transformer.named(name), nodes, Training(micro_batch=1, global_batch=128, seq=seq)))
+        note = f"{RANDOM} random layouts on {8 * nodes} GPUs; mean {off.mean():.2g} %, 95 of 100 below"
+        note += f" {np.quantile(off, 0.95):.2g} %"
+        yield Row(f"llm/screen against replay, {name}, worst", float(off.max()), "%", target="<= 3", note=note)
+
+
+if __name__ == "__main__":
+    print(*screened())
