@@ -19,8 +19,10 @@ from lumos_nb.graph import Graph, build_graph
 from lumos_nb.layout import Cluster, Parallelism, Training
 from lumos_nb.traces.run import Run, load_run
 from lumos_nb.transformer import Transformer
+from lumos_nb.workloads.llm.pricing import priced
 from lumos_nb.workloads.llm.retiming import KERNEL
 from lumos_nb.workloads.llm.rewriting import Rewritten, rewrite
+from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.llm.structure import find_structure
 
 RUNS = ("gpt-single", "gpt-ddp", "gpt-tp", "gpt-pp")
@@ -208,7 +210,15 @@ def test_replicas_add_up_gradients_before_the_optimizer() -> None:
 def test_tensor_ranks_add_up_twice_a_layer_and_pass() -> None:
     made = edited("gpt-single", tp=2)
     comm = made.ops.filter(pl.col("kind") == "comm")
-    assert comm["comm_bytes"].to_list() == [8 * 64 * 128 * 4] * 8
+    assert comm.filter(pl.col("layer").is_not_null()).height == 8
+    cluster = Cluster(gpu=load_calibration("cpu").gpu, gpus_per_node=2, inside="Loopback")
+    model, layout, train = made.setup or (None, None, None)
+    assert model
+    assert layout
+    assert train
+    rows = work(model, layout, train).filter(pl.col("stream") == "tp").with_columns(stage=0)
+    due = priced(rows, layout, cluster, load_calibration("cpu"))["dur_us"].sum()
+    assert comm["dur_ns"].sum() == pytest.approx(1e3 * due, rel=1e-3)
     products = made.parts.filter(pl.col("op") == "gemm", (pl.col("n") == 64) | (pl.col("k") == 64))
     assert products.height == 2 * 4 * 3  # attention's, cut to 64 of 128
 
@@ -280,8 +290,10 @@ def test_a_timeline_of_whole_passes_is_scheduled_anew(traces: Path) -> None:
         ({"pp": 2, "schedule": "zb-h1", "micro_batch": 2}, LayoutError, "not split"),
         ({"pp": 3}, LayoutError, "pp is 3"),
         ({"seq": 128}, LayoutError, "max_seq"),
+        ({"cp": 2}, LayoutError, "cp is 2; the trace has 1"),
+        ({"recompute": "full"}, LayoutError, "no rewrite changes"),
     ],
-    ids=["unknown field", "impossible model", "split backward", "uneven stages", "positions"],
+    ids=["unknown field", "impossible model", "split backward", "uneven stages", "positions", "context", "recompute"],
 )
 def test_what_cannot_be_is_refused(sizes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):

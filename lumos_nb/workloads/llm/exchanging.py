@@ -119,16 +119,44 @@ def cut_points(parts: pl.DataFrame) -> pl.DataFrame:
     return long.filter(pl.col("phase").is_in(["forward", "backward"])).drop_nulls().unique("op_id", maintain_order=True)
 
 
-def with_sums(graph: Graph, points: pl.DataFrame, size_bytes: int, ranks: int, prices: Prices) -> Graph:
-    """The graph with an all-reduce of tensor ranks behind each of some ops, which all that follows waits for."""
-    dur_ns = _price(prices, "all_reduce", size_bytes, ranks)
-    where = pl.col("op_id").is_in(points["op_id"].implode())
-    made = whatif.insert(graph, where, "all_reduce of tensor ranks", dur_ns, kind="comm")
-    return _said(made, graph, collective="all_reduce", group="tp", group_size=ranks, comm_bytes=size_bytes)
+def with_sums(graph: Graph, structure: Structure, points: pl.DataFrame, target: Setup, prices: Prices) -> Graph:
+    """The graph with what tensor ranks exchange, for which all that follows waits.
+
+    What `work` has of layers is spread evenly over their `points`; what it has of the model's ends comes when these are
+    through.
+    """
+    due = pl.concat([points.select("op_id", "phase", inside=pl.lit(value=True)), _ends(structure)])
+    ranks = structure.ops.select("op_id", "rank", stage=pl.col("rank").replace_strict(structure.stage))
+    costs = pl.concat([_sums(target, stage, prices) for stage in sorted(set(structure.stage.values()))])
+    due = due.join(ranks, on="op_id").join(costs.cast({"stage": ranks["stage"].dtype}), on=["phase", "inside", "stage"])
+    passes = structure.ops["micro_batch"].max()
+    share = (1 + max(passes, 0) if isinstance(passes, int) else 1) / pl.len().over("rank", "phase", "inside")
+    due = due.with_columns(pl.col("ns", "size") * share)
+    if due.is_empty():
+        return graph
+    due = due.group_by("op_id").agg(pl.col("ns", "size").sum().round().cast(pl.Int64))
+    dur_ns = pl.col("op_id").replace_strict(dict(due.select("op_id", "ns").iter_rows()), default=0)
+    where = pl.col("op_id").is_in(due["op_id"].implode())
+    made = whatif.insert(graph, where, "sum of tensor ranks", dur_ns, kind="comm")
+    return _said(made, graph, collective="all_reduce", group="tp", group_size=target[1].tp)
 
 
-def _price(prices: Prices, collective: str, size_bytes: int, ranks: int) -> int:
-    return round(float(prices.ns(pl.Series([collective]), pl.Series([size_bytes]), pl.Series([ranks]))[0]))
+def _sums(target: Setup, stage: int, prices: Prices) -> pl.DataFrame:
+    """`phase`, `inside` (the layers), `stage`, `ns`, `size`: what tensor ranks exchange for one micro-batch."""
+    model, layout, train = target
+    stages = [chunk * layout.pp + stage for chunk in range(layout.chunks)]
+    rows = pl.concat([work(model, layout, train, virtual) for virtual in stages])
+    rows = rows.filter((pl.col("stream") == "tp") & (pl.col("when") == "each"))
+    ns = prices.ns(rows["collective"], rows["size_bytes"], rows["group_size"])
+    by = rows.select("phase", inside=pl.col("layer").is_not_null(), ns=pl.Series(ns), size="size_bytes")
+    return by.group_by("phase", "inside").sum().with_columns(stage=pl.lit(stage))
+
+
+def _ends(structure: Structure) -> pl.DataFrame:
+    """The ops with which the passes outside the layers end: `op_id`, `phase`, `inside` (false)."""
+    passes = structure.ops.filter(pl.col("phase").is_in(["forward", "backward"]) & (pl.col("micro_batch") >= 0))
+    outside = passes.filter(pl.col("layer") < 0).group_by("rank", "phase", "micro_batch", maintain_order=True)
+    return outside.agg(pl.col("op_id").last()).select("op_id", "phase", inside=pl.lit(value=False))
 
 
 def _said(made: Graph, before: Graph, **fields: str | int) -> Graph:

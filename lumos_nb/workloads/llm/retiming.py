@@ -104,7 +104,8 @@ def symbols(model: Transformer, layout: Parallelism, train: Training) -> dict[st
     expert_ffn = moe.ffn // layout.expert_tp if moe else 0
     return {
         "one": 1, "two": 2, "batch": train.micro_batch, "seq": train.seq // layout.cp, "heads": heads, "keys": keys,
-        "tokens": tokens, "hidden": model.hidden, "inner": inner, "kv": keys * model.head,
+        "tokens": tokens, "spread": tokens // (tp if layout.sequence_parallel else 1),  # of norms and residuals
+        "hidden": model.hidden, "inner": inner, "kv": keys * model.head,
         "qkv": inner + 2 * keys * model.head, "head_dim": model.head, "head_half": model.head // 2,
         "head_v": model.head_v, "ffn": model.ffn // tp, "gate_up": 2 * model.ffn // tp, "positions": model.max_seq,
         "vocab_part": -(-model.vocab // tp), "vocab": model.vocab, "expert_ffn": expert_ffn,
@@ -141,7 +142,10 @@ MEANINGS: Mapping[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     ("activation", "layer"): (
         ("rows", "cols"),
-        (*(f"tokens {w}" for w in _WIDTHS), *_HEADS, *_HALVES, "tokens one", "one tokens", *_FLAT, "one one"),
+        (
+            "spread hidden", *(f"tokens {w}" for w in _WIDTHS), *_HEADS, *_HALVES, "tokens one", "one tokens", *_FLAT,
+            "one one",
+        ),
     ),
     ("activation", "ends"): (
         ("rows", "cols"),

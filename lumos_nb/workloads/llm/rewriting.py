@@ -38,6 +38,13 @@ from lumos_nb.workloads.llm.splicing import splice
 from lumos_nb.workloads.llm.stacking import deepened, levelled
 from lumos_nb.workloads.llm.structure import MESSAGE, MESSAGES, WORK, Structure, find_structure
 
+FIXED: dict[type, tuple[str, ...]] = {
+    Transformer: ("gated", "norm", "moe", "mla"),
+    Parallelism: ("cp", "ep", "etp", "zero", "shard"),
+    Training: ("dtype", "recompute", "flash", "optimizer", "capacity", "imbalance"),
+}
+"""Fields that say which ops there are in ways that a rewrite does not make."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rewritten(Graph):
@@ -164,6 +171,11 @@ def _target(
     for i, spec in enumerate(asked):
         own = {name: value for name, value in sizes.items() if owner[name] == i}
         asked[i] = msgspec.structs.replace(spec, **own) if own else spec
+    for was, asks in zip(base, asked, strict=True):
+        for name in FIXED[type(was)]:
+            if getattr(asks, name) != (measured := getattr(was, name)):
+                advice = f"the trace has {measured!r}, which no rewrite changes: give that, or estimate() such a step"
+                raise asks.refusal(name, advice)
     model_, layout, training = asked
     check(model_, layout, training)
     return model_, layout, training
@@ -309,7 +321,7 @@ class _Edit:
 
     def _exchanged(self, graph: Graph) -> Graph:
         """With other communication."""
-        (model, layout, train), before = self.target, self.was[1]
+        layout, before = self.target[1], self.was[1]
         comm = groups_of(graph, self.structure)
         gone = [of for of in ("tp", "dp") if getattr(layout, of) == 1 < getattr(before, of)]
         graph = without_groups(graph, comm, gone)
@@ -319,12 +331,11 @@ class _Edit:
         count = len(graph.ops)
         if layout.tp > 1 == before.tp:
             parts = with_sizes(self.parts.drop("meaning", strict=False), *[symbols(*self.target)] * 2)
-            size = train.micro_batch * train.seq * model.hidden * SIZE_OF[train.dtype]
-            graph = with_sums(graph, cut_points(parts), size, layout.tp, self._prices(self.onto))
+            graph = with_sums(graph, self.structure, cut_points(parts), self.target, self._prices(self.onto))
         if layout.dp > 1 == before.dp:
             graph = with_gradients(graph, self.structure, self.target, self._prices(self.onto))
         if len(graph.ops) > count:
-            new = graph.ops.filter(pl.col("name").is_in(["all_reduce of tensor ranks", "sum of gradients"]))
+            new = graph.ops.filter(pl.col("name").is_in(["sum of tensor ranks", "sum of gradients"]))
             self.note("inserted", new, "communication; the host's time to issue it is not known")
         return graph
 
