@@ -59,12 +59,13 @@ def named(kernels: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+MICRO_BATCHES = pl.col("global_batch") / (pl.col("micro_batch") * pl.col("dp"))
 SOURCES = {
     # words of a row's source: how many of its rows are drawn with a seed, and of which
     "vTrain single-node": (8, pl.lit(value=True)),
     "mosaicml/llm-foundry": (6, pl.col("precision") == "bf16"),
     "foundation-model-stack/fms-fsdp": (4, pl.lit(value=True)),
-    "tr11 prequel": (2, pl.col("config_complete")),
+    "tr11 prequel": (2, pl.col("config_complete") & (MICRO_BATCHES <= 64)),  # of more a replay takes long
     "NVIDIA-NeMo/Megatron-Bridge": (2, (pl.col("precision") == "bf16") & (pl.col("gpu") == "H100")),
 }
 GRID = pl.col("source").str.contains("nanotron") & (pl.col("num_gpus") == 16) & (pl.col("model") == "nanotron Llama-1B")

@@ -12,6 +12,7 @@ import polars as pl
 
 from lumos_nb.charts import NOTHING, SERIES, heading
 from lumos_nb.cost_charts import CLASS_COLOURS, check_rows, room
+from lumos_nb.display import format_share
 from lumos_nb.errors import LumosError
 from lumos_nb.workloads.llm.candidates import AXES
 from lumos_nb.workloads.llm.memory import CLASSES
@@ -75,7 +76,7 @@ def measured_against_predicted(
     spans = alt.Chart(rows).mark_rule(opacity=0.5).encode(x=x, color=colour, **span)
     points = alt.Chart(rows).mark_point(size=36, filled=True, opacity=0.9)
     points = points.encode(x=x, y=y, color=colour, tooltip=tooltip)
-    text = heading(title, f"shaded: within {CLOSE:.0%} of the measured; bars: nominal 90 % intervals")
+    text = heading(title, f"shaded: within {format_share(CLOSE)} of the measured; bars: nominal 90 % intervals")
     return alt.LayerChart(layer=[band, line, spans, points], title=text, width=width_px, height=width_px)
 
 
@@ -108,7 +109,7 @@ def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 
         raise LumosError(f"there are {len(others)} series beside measured and predicted: give {len(OTHER_SERIES)}.")
     looks = {**SERIES, **dict(zip(others, OTHER_SERIES, strict=False))}
     colours, shapes = ([looks[series][n] for series in named] for n in range(2))
-    colour = alt.Color("series:N").scale(domain=named, range=colours).title(None)
+    colour = alt.Color("series:N").scale(domain=named, range=colours).title(None).legend(symbolOpacity=1)
     labels = rows["label"].unique(maintain_order=True).to_list()
     x = alt.X("label:N").scale(domain=labels).title(None).axis(labelAngle=-40, labelLimit=200, ticks=False)
     y_title = "step time (s)"
@@ -233,7 +234,9 @@ def layouts(
         drawn.append(rects.encode(**where, color=colour.legend(format=".3~r", tickCount=4), tooltip=tooltip))
         drawn.append(alt.Chart(fits).mark_text().encode(**where, text="text:N", color=ink, tooltip=tooltip))
     width, height = (alt.Step(size) for size in cell_px)
-    text = heading(title, "step time (s) of the fastest in each cell; grey: what is in the way of all; white: none")
+    text = heading(
+        title, "step time (s) of the fastest in each cell; grey: what is in the way of all; white: no such layout"
+    )
     return alt.LayerChart(layer=drawn, title=text, width=width, height=height)
 
 
