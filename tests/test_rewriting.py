@@ -210,7 +210,8 @@ def test_replicas_add_up_gradients_before_the_optimizer() -> None:
 def test_tensor_ranks_add_up_twice_a_layer_and_pass() -> None:
     made = edited("gpt-single", tp=2)
     comm = made.ops.filter(pl.col("kind") == "comm")
-    assert comm.filter(pl.col("layer").is_not_null()).height == 8
+    in_layers = comm.filter(pl.col("layer").is_not_null())
+    assert in_layers["comm_bytes"].to_list() == [8 * 64 * 128 * 4] * 8
     cluster = Cluster(gpu=load_calibration("cpu").gpu, gpus_per_node=2, inside="Loopback")
     model, layout, train = made.setup or (None, None, None)
     assert model
@@ -238,6 +239,26 @@ def test_the_report_says_what_was_done() -> None:
     assert (said["count"] > 0).all()
     unseen = said.filter(what="could not see")
     assert unseen["count"].to_list() == [2 * 4 * 2]  # forward and backward, two micro-batches of four layers
+
+
+def test_an_optimizer_of_all_tensors_at_once_grows_with_the_parameters() -> None:
+    one = same("gpt-single")
+    last = find_structure(one).ops.filter(pl.col("phase") == "optimizer", pl.col("layer") < 0)["op_id"][-2]
+    fused = {
+        "op_id": last,
+        "family": "optimizer",
+        "op": "adamw",
+        "pass": "any",
+        "dtype": "fp32",
+        "rows": 10**6,
+        "cols": 7,
+    }
+    parts = pl.DataFrame([fused | {"time_ns": 1e6}], schema=one.parts.schema)
+    deep = rewrite(replace(forgotten(one), parts=parts), layers=8).parts
+    assert one.setup
+    more = edited("gpt-single", layers=8).setup[0].size / one.setup[0].size  # type: ignore[index]
+    assert deep["rows"].to_list() == [round(10**6 * more)]
+    assert deep["time_ns"][0] == pytest.approx(1e6 * more, rel=0.05)
 
 
 def test_a_trace_of_a_gpu_is_rewritten_by_its_kernels(traces: Path) -> None:

@@ -138,7 +138,9 @@ def with_sums(graph: Graph, structure: Structure, points: pl.DataFrame, target: 
     dur_ns = pl.col("op_id").replace_strict(dict(due.select("op_id", "ns").iter_rows()), default=0)
     where = pl.col("op_id").is_in(due["op_id"].implode())
     made = whatif.insert(graph, where, "sum of tensor ranks", dur_ns, kind="comm")
-    return _said(made, graph, collective="all_reduce", group="tp", group_size=target[1].tp)
+    sizes = dict(due.select("op_id", "size").iter_rows())
+    behind = pl.col("op_id").shift(1).replace_strict(sizes, default=None, return_dtype=pl.Int64)
+    return _said(made, graph, collective="all_reduce", group="tp", group_size=target[1].tp, comm_bytes=behind)
 
 
 def _sums(target: Setup, stage: int, prices: Prices) -> pl.DataFrame:
@@ -159,11 +161,16 @@ def _ends(structure: Structure) -> pl.DataFrame:
     return outside.agg(pl.col("op_id").last()).select("op_id", "phase", inside=pl.lit(value=False))
 
 
-def _said(made: Graph, before: Graph, **fields: str | int) -> Graph:
+def _said(made: Graph, before: Graph, **fields: str | int | pl.Expr) -> Graph:
     """The graph with these fields in what is new in it."""
     new = ~pl.col("op_id").is_in(before.ops["op_id"].implode())
     ops = made.ops.with_columns(
-        pl.when(new).then(pl.lit(value)).otherwise(c).cast(made.ops.schema[c]).alias(c) for c, value in fields.items()
+        pl.when(new)
+        .then(value if isinstance(value, pl.Expr) else pl.lit(value))
+        .otherwise(c)
+        .cast(made.ops.schema[c])
+        .alias(c)
+        for c, value in fields.items()
     )
     return replace(made, ops=ops)
 

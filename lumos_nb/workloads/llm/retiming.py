@@ -110,6 +110,7 @@ def symbols(model: Transformer, layout: Parallelism, train: Training) -> dict[st
         "head_v": model.head_v, "ffn": model.ffn // tp, "gate_up": 2 * model.ffn // tp, "positions": model.max_seq,
         "vocab_part": -(-model.vocab // tp), "vocab": model.vocab, "expert_ffn": expert_ffn,
         "expert_gate_up": 2 * expert_ffn, "experts": moe.experts // layout.ep if moe else 0,
+        "parameters": model.size // (tp * layout.pp),
         "expert_tokens": round(tokens * moe.topk * layout.ep / moe.experts) if moe else 0,
     }  # fmt: skip
 
@@ -195,7 +196,7 @@ def with_sizes(parts: pl.DataFrame, old: Symbols, new: Symbols) -> pl.DataFrame:
     for (kind, where), of_kind in keyed.group_by("kind", "where", maintain_order=True):
         columns, terms = MEANINGS.get((str(kind), str(where)), ((), ()))
         piece = _renamed(of_kind, columns, terms, old, new)
-        pieces.append(_by_width(piece, old, new) if kind == "activation" else piece)
+        pieces.append(_by_width(piece, old, new) if kind == "activation" else _by_count(piece, old, new))
     return pl.concat(pieces).sort("part").drop("part", "kind", "where")
 
 
@@ -233,6 +234,16 @@ def _by_width(parts: pl.DataFrame, old: Symbols, new: Symbols) -> pl.DataFrame:
         rows=pl.when(width.is_null()).then("rows").otherwise((pl.col("rows") * more_rows).round().cast(pl.Int64)),
         cols=pl.when(width.is_null()).then(cols).otherwise(cols.replace_strict(sizes, default=None)),
         meaning=pl.coalesce("meaning", pl.format("as tokens {}", width)),
+    )
+
+
+def _by_count(parts: pl.DataFrame, old: Symbols, new: Symbols) -> pl.DataFrame:
+    """Updates of many tensors at once (fused, foreach): as many rows more as there are parameters more."""
+    many = pl.col("meaning").is_null() & (pl.col("family") == "optimizer")
+    rows = (pl.col("rows") * (new["parameters"] / old["parameters"])).round().cast(pl.Int64)
+    return parts.with_columns(
+        rows=pl.when(many).then(rows).otherwise("rows"),
+        meaning=pl.coalesce("meaning", pl.when(many).then(pl.lit("as parameters"))),
     )
 
 

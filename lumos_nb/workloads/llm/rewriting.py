@@ -299,7 +299,8 @@ class _Edit:
         other = load_calibration(self.onto.gpu_sheet.name) if self.onto else None
         if old == new and other is None:
             return graph
-        if self.parts.is_empty() or (self.blind and not self.base.ops["kind"].is_in(WORK).any()):
+        unknown = self.parts.is_empty() or (self.blind and not self.base.ops["kind"].is_in(WORK).any())
+        if unknown and (other or old | {"parameters": 0} != new | {"parameters": 0}):
             raise InputError(
                 "nothing tells what the ops of this graph compute: without a device that is in the run's events alone, "
                 "and with one in the shapes of operators. Give the run, recorded with record_shapes=True: "
