@@ -120,7 +120,7 @@ def search(
     calibration: Calibration | None = None,
     *,
     gpus: int | Iterable[int] | None = None,
-    keep: int = 200,
+    keep: int = 64,
     executor: Executor | None = None,
     progress: Progress | None = None,
     surcharges: Surcharges | None = None,
@@ -142,7 +142,7 @@ def search(
     gpus
         How many GPUs of the cluster, or several numbers; all by default.
     keep
-        How many are replayed.
+        How many are replayed; two cores take some 15 s for the default at a few hundred GPUs.
     executor
         Replays there. polars hangs in a fork: give `ProcessPoolExecutor(mp_context=get_context("spawn"))`.
     progress
