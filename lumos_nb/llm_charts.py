@@ -12,7 +12,6 @@ import polars as pl
 
 from lumos_nb.charts import NOTHING, SERIES, heading
 from lumos_nb.cost_charts import CLASS_COLOURS, check_rows, room
-from lumos_nb.display import format_share
 from lumos_nb.errors import LumosError
 from lumos_nb.workloads.llm.candidates import AXES
 from lumos_nb.workloads.llm.memory import CLASSES
@@ -76,7 +75,7 @@ def measured_against_predicted(
     spans = alt.Chart(rows).mark_rule(opacity=0.5).encode(x=x, color=colour, **span)
     points = alt.Chart(rows).mark_point(size=36, filled=True, opacity=0.9)
     points = points.encode(x=x, y=y, color=colour, tooltip=tooltip)
-    text = heading(title, f"shaded: within {format_share(CLOSE)} of the measured; bars: nominal 90 % intervals")
+    text = heading(title, f"shaded: within {100 * CLOSE:g} % of the measured; bars: nominal 90 % intervals")
     return alt.LayerChart(layer=[band, line, spans, points], title=text, width=width_px, height=width_px)
 
 
