@@ -38,9 +38,10 @@ SOURCES = {
     "nanotron": ("nanotron", pl.col("num_gpus") <= 16),
     "tr11": ("tr11", pl.col("config_complete")),
     "fms-fsdp": ("fms-fsdp", pl.lit(value=True)),
+    "Nemotron": ("nemotron/", (pl.col("precision") == "bf16") & pl.col("gpu").str.contains("H100")),
     "Megatron-Bridge": ("Megatron-Bridge", (pl.col("precision") == "bf16") & pl.col("gpu").str.contains("H100")),
 }
-ROWS = 16
+ROWS = 12
 """Rows of a source at most, drawn with a seed. Every source weighs as one of so many rows."""
 SCALE = 0.1
 """Size of a residual from which on it counts less than squared."""

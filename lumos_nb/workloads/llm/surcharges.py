@@ -17,7 +17,7 @@ from lumos_nb import datasets
 from lumos_nb.errors import InputError
 from lumos_nb.layout import Cluster, Training
 
-PRODUCTS = ("gemm", "gemm_bias", "bmm", "grouped_gemm")
+PRODUCTS = ("gemm", "gemm_bias", "grouped_gemm")
 FUSED_LOGIT_BYTES = 6
 """With no more bytes than this alive for a logit, the loss is one kernel, whatever else is not fused."""
 OTHER = "other"
@@ -31,7 +31,7 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ----------
     sustained
         By GPU: the share of its microbenchmarked rate that matrix products keep when they run for seconds (power). Left
-        alone are those in fp8, of which no burst was measured, and attention, whose kernels draw less.
+        alone are those in fp8, of which no burst was measured, and attention, whose kernels draw less (unfused too).
     host
         By GPU: how many times longer the hosts of its age take than those of H100s.
     moves
