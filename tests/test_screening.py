@@ -88,6 +88,19 @@ def test_only_whole_nodes_of_the_cluster_are_taken(gpus):
         candidates(DENSE, NODES, TRAIN, [gpus], {})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"dtype": "fp8"}, "dtype is 'fp8'; A100-SXM-80GB computes in", id="format of another GPU"),
+        pytest.param({"seq": 4096}, r"seq is 4096; the model has 2048 learned positions", id="sequence too long"),
+    ],
+)
+def test_what_no_layout_can_be_for_is_refused_at_once(changes, message):
+    cluster = msgspec.structs.replace(NODES, gpu="A100-SXM-80GB")
+    with pytest.raises(LayoutError, match=message):
+        candidates(GPT, cluster, msgspec.structs.replace(TRAIN, **changes), [32], {})
+
+
 SETTINGS = {
     "mixed precision": TRAIN,
     "apart": Training(

@@ -103,9 +103,12 @@ def candidates(
     InputError
         No axis has a name, or a value is of the wrong kind.
     LayoutError
-        The cluster has no such part.
+        The cluster has no such part, or no layout at all can be: a format that the GPU lacks, a sequence too long.
     """
     axes = _axes(model, cluster, train, gpus, ranges)
+    one = msgspec.structs.replace(train, micro_batch=1, global_batch=1)
+    if always := problems(model, Parallelism(), one, cluster_of(cluster, 1)):
+        raise LayoutError("\n".join(always))
     parts = pl.col("tp") * pl.col("cp") * pl.col("pp")
     frame = _cross(axes, ("gpus", "tp", "cp", "pp")).filter(pl.col("gpus") % parts == 0)
     frame = frame.with_columns(dp=pl.col("gpus") // parts)
