@@ -224,6 +224,17 @@ def test_tensor_ranks_add_up_twice_a_layer_and_pass() -> None:
     assert products.height == 2 * 4 * 3  # attention's, cut to 64 of 128
 
 
+def test_tensor_ranks_of_a_pipeline_add_up_on_every_stage() -> None:
+    made = edited("gpt-single", tp=2, pp=4, layers=8, micro_batch=2)
+    sums = made.ops.filter(pl.col("group") == "tp", pl.col("layer").is_not_null())
+    assert sums.group_by("rank").len().sort("rank")["len"].to_list() == [2 * 2 * 2 * 4] * 4
+    bare = made.ops.with_columns(layer=pl.lit(None, pl.String), micro_batch=pl.lit(None, pl.Int32))
+    found = find_structure(replace(made, ops=bare))  # stages between have nothing but layers
+    assert found.layers == {0: [0, 1], 1: [2, 3], 2: [4, 5], 3: [6, 7]}
+    passes = found.table.filter(pl.col("phase").is_in(["forward", "backward"]))["passes"]
+    assert passes.to_list() == [4] * 8
+
+
 def test_what_is_gone_is_not_waited_for() -> None:
     alone = edited("gpt-ddp", dp=1, global_batch=8)
     assert alone.ops["rank"].unique().to_list() == [0]

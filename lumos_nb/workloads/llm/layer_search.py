@@ -69,8 +69,9 @@ class _Part:
     mirrored: bool
     how: str
     layer: Ints
-    batch: Ints
-    one: Tandem  # where the passes stand: a pass is `period` anchors
+    batch: Ints  # the pass of each anchor, OUTSIDE of all
+    within: Ints  # its place in the pass
+    passes: int
     count: int = 0
 
     @classmethod
@@ -82,15 +83,34 @@ class _Part:
             inner = tandem(tokens[passes.start : passes.start + passes.period])
             nested = inner is not None and 3 * inner.period * inner.times >= 2 * passes.period
             passes = passes if nested and 10 * passes.period * passes.times >= 9 * n else None
-        one = passes or Tandem(0, n, 1)
-        at = np.arange(n) - one.start
-        batch = np.where((at >= 0) & (at < one.period * one.times), at // one.period, -1)
-        return cls(anchors, mirrored, NOTHING, np.full(n, OUTSIDE), batch, one)
+        outside = np.full(n, OUTSIDE)
+        part = cls(anchors, mirrored, NOTHING, layer=outside, batch=outside, within=np.arange(n), passes=1)
+        told = anchors["micro_batch"]
+        if 2 * told.null_count() < n:
+            part.batch = told.fill_null(OUTSIDE).cast(pl.Int64).to_numpy()
+            part.within = anchors.select(pl.int_range(pl.len()).over("micro_batch")).to_series().to_numpy()
+            part.passes = told.n_unique() - (told.null_count() > 0)
+        else:
+            part.cut(passes or Tandem(0, n, 1))
+        return part
+
+    def cut(self, one: Tandem) -> None:
+        """Into passes that stand so."""
+        at = np.arange(self.anchors.height) - one.start
+        self.batch = np.where((at >= 0) & (at < one.period * one.times), at // one.period, OUTSIDE)
+        self.within, self.passes = at % one.period, one.times
+
+    def together(self, passes: int) -> None:
+        """Fewer passes: where nothing lies between them, a stage's layers looked like passes of their own."""
+        if self.anchors["micro_batch"].null_count() and self.passes > passes and self.passes % passes == 0:
+            start, size = int(np.argmax(self.batch >= 0)), int((self.batch >= 0).sum())
+            self.cut(Tandem(start, size // passes, passes))
 
     @property
     def block(self) -> Ints:
         """Tokens of one pass."""
-        tokens: Ints = self.anchors["token"].to_numpy()[self.one.start : self.one.start + self.one.period]
+        first = self.batch == self.batch[self.batch >= 0].min(initial=0)
+        tokens: Ints = self.anchors["token"].to_numpy()[first]
         return tokens
 
     def annotated(self) -> None:
@@ -102,15 +122,14 @@ class _Part:
 
     def repeated(self, count: int | None = None) -> None:
         """Layers by what repeats in a pass."""
-        if self.one.times > 1 and self.one.period == 1:
+        if self.passes > 1 and len(self.block) == 1:
             self.put(Tandem(0, 1, 1), WHOLE)
         elif found := tandem(self.block, count, mirrored=self.mirrored):
             self.put(found, REPETITION)
 
     def put(self, found: Tandem, how: str) -> None:
         """Layers at these places of every pass."""
-        at = np.arange(self.anchors.height) - self.one.start
-        inside = at % self.one.period - found.start
+        inside = self.within - found.start
         number = inside // found.period
         number = found.times - 1 - number if self.mirrored else number
         layered = (self.batch >= 0) & (inside >= 0) & (inside < found.period * found.times)
@@ -125,7 +144,7 @@ def _in_common(parts: dict[int, _Part], stage: dict[int, int]) -> None:
         if others:
             nearest = min(others, key=lambda other: (abs(stage[other] - stage[rank]), other))
             at, _, length = common(part.block, parts[nearest].block)
-            if length > (part.layer >= 0).sum() // part.one.times:
+            if length > (part.layer >= 0).sum() // part.passes:
                 part.put(Tandem(at, length, 1), COMMON)
 
 
@@ -142,7 +161,11 @@ def find_layers(anchors: pl.DataFrame, stage: dict[int, int]) -> tuple[pl.DataFr
         passes = (staged or again.get(rank, False)) and phase != "optimizer"
         parts.setdefault(str(phase), {})[int(str(rank))] = _Part.of(rows, mirrored=phase == "backward", several=passes)
     for phase in ("forward", "backward", "other"):
-        for part in parts.get(phase, {}).values():
+        of_phase = parts.get(phase, {})
+        ends = [part.passes for rank, part in of_phase.items() if stage[rank] in (0, max(stage.values()))]
+        for part in of_phase.values():
+            part.together(max(ends) if staged and ends else part.passes)
+        for part in of_phase.values():
             part.annotated() if annotated else part.repeated()
         if not annotated:
             _in_common(parts.get(phase, {}), stage)
@@ -161,7 +184,7 @@ def find_layers(anchors: pl.DataFrame, stage: dict[int, int]) -> tuple[pl.DataFr
             layer = part.layer if told else np.where(part.layer < 0, OUTSIDE, np.append(own, 0)[part.layer])
             frames.append(part.anchors.select(*PLACED[:-2], layer=layer, micro_batch=part.batch))
             summary.append(
-                {"rank": rank, "phase": phase, "found": part.how, "layers": part.count, "passes": part.one.times}
+                {"rank": rank, "phase": phase, "found": part.how, "layers": part.count, "passes": part.passes}
             )
     return pl.concat(frames) if frames else anchors.select(*PLACED[:-2], layer=0, micro_batch=0), summary
 

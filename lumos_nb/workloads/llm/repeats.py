@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
+NEIGHBOURS = (1, 2, 3)
+"""A period is the distance to the next equal token, or the one after it, where a block has a token several times."""
+
 MOST_PERIODS = 200
 """Periods that are tried: distances between equal tokens, the most frequent first."""
 
@@ -57,7 +60,8 @@ def tandem(tokens: Ints, count: int | None = None, *, mirrored: bool = False) ->
 def _periods(tokens: Ints) -> list[int]:
     """Distances at which tokens come again, the most frequent first, and multiples of none."""
     order = np.lexsort((np.arange(tokens.size), tokens))
-    apart = np.diff(order)[np.diff(tokens[order]) == 0]
+    ordered = tokens[order]
+    apart = np.concatenate([(order[n:] - order[:-n])[ordered[n:] == ordered[:-n]] for n in NEIGHBOURS])
     distances, times = np.unique(apart, return_counts=True)
     long_enough = distances <= tokens.size // 2
     distances, times = distances[long_enough], times[long_enough]

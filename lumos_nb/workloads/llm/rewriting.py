@@ -243,9 +243,9 @@ class _Edit:
         plan = pipeline.plan() if anew else deepened(runs.table, self.was, self.target)
         spliced, copies = splice(graph, runs.source, plan.drop("pass", strict=False))
         spliced = levelled(graph, runs, spliced, copies)
-        self.parts = copies.select("op_id", "from_id").join(
-            self.parts.rename({"op_id": "from_id"}), on="from_id", maintain_order="left"
-        ).drop("from_id")  # fmt: skip
+        places = copies.select("op_id", "from_id", "layer", "micro_batch", rank="to_rank")
+        parts = self.parts.rename({"op_id": "from_id"}).drop("layer", "micro_batch", "rank")
+        self.parts = places.join(parts, on="from_id", maintain_order="left").drop("from_id")
         new = spliced.ops.filter(~pl.col("op_id").is_in(graph.ops["op_id"].implode()))
         gone = graph.ops.filter(~pl.col("op_id").is_in(spliced.ops["op_id"].implode()))
         self.note("inserted", new, "copies of measured layers and passes")

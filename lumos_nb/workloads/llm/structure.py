@@ -136,7 +136,9 @@ def _anchors(ops: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
     operators = threads.filter((pl.col("kind") == "cpu") & (pl.col("phase") != MESSAGE))
     anchors = on_device if work.height else operators
     token = pl.struct("name", "shapes", bytes=pl.col("bytes").fill_null(0)).rank("dense").cast(pl.Int64)
-    anchors = anchors.select("op_id", "rank", "phase", "layer", "name", "correlation", "kind", token=token)
+    anchors = anchors.select(
+        "op_id", "rank", "phase", "layer", "name", "correlation", "kind", "micro_batch", token=token
+    )
     parts = anchors.partition_by("rank", maintain_order=True)
     return pl.concat([with_phases(part) for part in parts]) if parts else anchors
 
