@@ -80,6 +80,8 @@ def rewrite(
 ) -> Rewritten:
     """What a measured step would be with another model, batch or layout.
 
+    The graph's `report` also says what was timed anew, inserted and dropped, and what could not be seen.
+
     Parameters
     ----------
     graph
@@ -99,11 +101,6 @@ def rewrite(
         Where it is to run, if elsewhere: its GPU's bundled calibration prices kernels, its fabrics communication.
     sizes
         Single fields instead of `to`, `model` and `train`: `layers=4, hidden=256, micro_batch=16, tp=2`.
-
-    Returns
-    -------
-    Rewritten
-        A graph; its `report` also says what was timed anew, inserted and dropped, and what could not be seen.
 
     Raises
     ------
