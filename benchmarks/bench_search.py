@@ -33,7 +33,7 @@ from lumos_nb.workloads.llm.step_times import screen
 from lumos_nb.workloads.llm.surcharges import bundled
 
 CALCULON = 219
-"""Layouts a second of Calculon's search on one core, as its authors' code does it."""
+"""Layouts a second of Calculon on one core, measured with its authors' code on a quiet machine."""
 CLUSTER = Cluster(
     gpu="H100-SXM-80GB", nodes=64, gpus_per_node=8, inside="NVLink4 NVSwitch", between="InfiniBand NDR 400"
 )
