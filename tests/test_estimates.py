@@ -202,6 +202,25 @@ def test_what_does_not_go_together_is_refused_before_anything_is_priced() -> Non
         estimate(LLAMA, one, train, cluster(1), "h100")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", ["model", "layout", "train", "cluster", "surcharges"])
+def test_an_argument_of_another_kind_is_named(wrong: str) -> None:
+    train = Training(micro_batch=1, global_batch=1, seq=128)
+    given: dict[str, Any] = {"model": LLAMA, "layout": Parallelism(), "train": train, "cluster": cluster(1)}
+    with pytest.raises(InputError, match=f"{wrong} is 'x'; give a "):
+        estimate(**given | {wrong: "x"})
+
+
+def test_a_step_without_end_is_refused_before_it_fills_the_memory() -> None:
+    with pytest.raises(LayoutError, match="give fewer layers, or a larger micro_batch"):
+        of(Parallelism(), msgspec.structs.replace(LLAMA, layers=10**6))
+
+
+def test_an_attention_that_nobody_measured_is_warned_of() -> None:
+    one = Parallelism()
+    assert not any("attention" in text for text in of(one).warnings)
+    assert any("'mine' has no price here" in text for text in of(one, attention="mine").warnings)
+
+
 def test_a_gpu_of_ones_own_is_priced_by_its_sheet() -> None:
     mine = msgspec.structs.replace(find_gpu("L40S"), name="mine")
     train = Training(micro_batch=1, global_batch=1, seq=1024)

@@ -172,7 +172,7 @@ def _series(name: str, given: object) -> pl.Series:
     least = {"zero": 0, "etp": 0, "shard": A_NODE}.get(name, 1)
     for value in values:
         if type(value) is not wanted or (type(value) is int and value < least):
-            raise InputError(f"{name}={value!r}: give a {wanted.__name__} that it may be, or several in a list.")
+            raise InputError(f"{name}={value!r}: give one {wanted.__name__} or several in a list.")
     return pl.Series(name, values, dtype=AXES[name]).unique(maintain_order=True)
 
 

@@ -16,7 +16,7 @@ from lumos_nb.config import gpus, same_name
 from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
 from lumos_nb.critical_path import Result, replay
 from lumos_nb.display import format_bytes, format_ns, html_table, text_table
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.graph import Graph
 from lumos_nb.layout import Cluster, Parallelism, Training, check
 from lumos_nb.partition import breakdown
@@ -175,6 +175,9 @@ class Estimate:
         shares = dict(self.basis.rows())
         if (unmeasured := shares.get("data sheet", 0.0)) > UNMEASURED:
             yield f"{unmeasured:.0%} of the critical path is priced by data sheets alone: nothing like it was measured"
+        asked, known = self.train.attention, self.step.table.filter(op="attention")["family"].unique()
+        if self.train.flash and asked and len(known) and not known.str.ends_with(asked).all():
+            yield f"attention {asked!r} has no price here: it is priced as {known.item(0)}"
         host = self.breakdown.filter(pl.col("part") == "host_bound")["share"].max()
         if isinstance(host, float) and host > UNMEASURED:
             yield f"the host is late for {host:.0%} of the step: launch_us and kernels of Training decide"
@@ -251,6 +254,8 @@ def estimate(
     >>> 0.3 < found.mfu < 0.8
     True
     """
+    require_kinds(model=(model, Transformer), layout=(layout, Parallelism), train=(train, Training))
+    require_kinds(cluster=(cluster, Cluster), surcharges=(surcharges or Surcharges(), Surcharges))
     prices = prices_of(cluster, calibration)
     tables = tables_of(model, layout, train, cluster, prices)
     extra = bundled().every if surcharges is None else surcharges
@@ -262,12 +267,35 @@ def tables_of(
 ) -> list[pl.DataFrame]:
     """The priced work table of every virtual stage."""
     check(model, layout, train, cluster)
+    _refuse_endless(model, layout, train)
     tables = [
         work(model, layout, train, depth).with_columns(stage=pl.lit(stage))
         for depth, stage in enumerate(stages_of(layout))
     ]
     together = priced(pl.concat(tables), layout, cluster, prices)
     return [together[a:b] for a, b in pairwise(np.cumsum([0, *map(len, tables)]))]
+
+
+def require_kinds(**given: tuple[object, type]) -> None:
+    """Raise InputError for the first argument that is of another kind than it should be."""
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            raise InputError(f"{name} is {value!r:.60}; give a {kind.__name__}.")
+
+
+MOST_OPS = 30_000_000
+"""Of one step: a gigabyte of tables for every three million."""
+OPS_OF_A_LAYER = 40
+
+
+def _refuse_endless(model: Transformer, layout: Parallelism, train: Training) -> None:
+    count = train.micro_batches(layout)
+    ops = OPS_OF_A_LAYER * model.layers * count
+    if ops > MOST_OPS:
+        raise LayoutError(
+            f"{model.layers:,} layers and {count:,} micro-batches are some {ops:.1e} ops a step, of at most "
+            f"{MOST_OPS:.0e}: give fewer layers, or a larger micro_batch, or a smaller global_batch."
+        )
 
 
 def laid_out(

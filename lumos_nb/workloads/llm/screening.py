@@ -15,7 +15,7 @@ from lumos_nb.display import format_bytes, html_table, text_table
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.layout import Cluster, Training, Transformer
 from lumos_nb.workloads.llm.candidates import AXES, Candidate, candidate, candidates, cluster_of
-from lumos_nb.workloads.llm.estimates import estimate, prices_of
+from lumos_nb.workloads.llm.estimates import estimate, prices_of, require_kinds
 from lumos_nb.workloads.llm.pass_times import Job
 from lumos_nb.workloads.llm.peaks import peaks
 from lumos_nb.workloads.llm.step_times import screen
@@ -168,6 +168,7 @@ def search(
     >>> found.best.layout.world
     8
     """
+    require_kinds(model=(model, Transformer), cluster=(cluster, Cluster), train=(train, Training))
     counts = [cluster.gpus] if gpus is None else [gpus] if isinstance(gpus, int) else sorted({*gpus})
     if type(keep) is not int or keep < 0:
         raise InputError(f"keep={keep!r}: give how many layouts are replayed.")

@@ -11,6 +11,9 @@ import polars as pl
 from lumos_nb.errors import InputError
 from lumos_nb.workloads.llm.table_words import MISSING, NUMBERS
 
+MOST = 1e12
+"""What is beyond it counts nothing that is trained."""
+
 
 class Reader:
     """The cells of a row, those that had a value, and what was assumed for others."""
@@ -44,9 +47,12 @@ class Reader:
         if not (text := self.text(column)) or text == "none":
             return None
         try:
-            return float(text.replace(",", ""))
+            value = float(text.replace(",", ""))
         except ValueError:
             raise self.refusal(column, "give a number") from None
+        if not abs(value) <= MOST:
+            raise self.refusal(column, f"give a number of at most {MOST:.0e}")
+        return value
 
     def count(self, column: str, default: int | None = None, why: str = "", least: int = 1) -> int:
         """A whole number; `default` where none is stated (for a column that starts at 1, where it is 0)."""
