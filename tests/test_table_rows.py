@@ -304,5 +304,5 @@ def test_every_row_of_the_shared_table_is_read_or_refused_with_a_column(measured
 
 @pytest.mark.parametrize("value", [1e308, "inf", -1e300])
 def test_what_nobody_could_train_is_refused_by_column(value: object):
-    with pytest.raises(InputError, match="column hidden is .*; give a number of at most"):
+    with pytest.raises(InputError, match=r"column hidden is .*; give a number of at most"):
         read_row(LLAMA | {"hidden": value})
