@@ -7,6 +7,10 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing of a busy machine
+settings.load_profile("any machine")
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 MEASURED = TRACES.parent / "measured"

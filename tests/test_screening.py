@@ -70,11 +70,11 @@ def test_reasons_are_those_of_problems(model):
     ("ranges", "message"),
     [
         pytest.param({"tb": 1}, "no axis is called tb; there are: gpus, tp", id="unknown axis"),
-        pytest.param({"tp": "2"}, "tp='2': give a int", id="text for a number"),
-        pytest.param({"tp": [2, True]}, "tp=True: give a int", id="truth for a number"),
-        pytest.param({"pp": 0}, "pp=0: give a int that it may be", id="no stage"),
+        pytest.param({"tp": "2"}, "tp='2': give one int", id="text for a number"),
+        pytest.param({"tp": [2, True]}, "tp=True: give one int", id="truth for a number"),
+        pytest.param({"pp": 0}, "pp=0: give one int", id="no stage"),
         pytest.param({"shard": -2}, "shard=-2", id="less than a node"),
-        pytest.param({"recompute": 1}, "recompute=1: give a str", id="number for text"),
+        pytest.param({"recompute": 1}, "recompute=1: give one str", id="number for text"),
     ],
 )
 def test_axes_that_cannot_be_are_refused(ranges, message):
