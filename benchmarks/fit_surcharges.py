@@ -137,7 +137,7 @@ class Ready:
     def step_s(self, extra: Surcharges) -> float:
         """Time of a step."""
         layout, cluster = self.setup.layout, self.setup.cluster
-        took = [laid_out(tables, layout, train, cluster, extra)[2] / 1e9 for train, tables in self.jobs]
+        took = [laid_out(tables, layout, train, cluster, extra)[1].step_ns / 1e9 for train, tables in self.jobs]
         rounds = (self.count - self.jobs[-1][0].micro_batches(layout)) / layout.pp
         return took[-1] + rounds * (took[-1] - took[0])
 

@@ -66,9 +66,9 @@ class Step:
     lane: Ints
     waits: tuple[Waits, ...]
 
-    def graph(self, dur_us: NDArray[np.float64] | None = None) -> Graph:
-        """The step as a graph of ops and edges, with durations of one's own (n,) or those of the table."""
-        took = self.table["dur_us"].to_numpy()[self.row] if dur_us is None else dur_us
+    def graph(self) -> Graph:
+        """The step as a graph of ops and edges."""
+        took = self.table["dur_us"].to_numpy()[self.row]
         taken = self.table.select(
             "phase", "flops", "bytes", "dtype", "collective", "group", "group_size", "peer",
             kind=pl.col("kind").replace({"compute": "kernel"}),

@@ -2,54 +2,81 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb._replay_plan import Plan
-from lumos_nb.critical_path import Result, replay
+from lumos_nb.critical_path import Result, result_of
 from lumos_nb.graph import Graph
 from lumos_nb.workloads.llm.assembly import COMPUTE, HOST, Step
 
 Ints = NDArray[np.int64]
 
 
-def slowed(step: Step, result: Result, compute_slowed: float, comm_slowed: float) -> Result:
-    """A step replayed once more, with what overlaps slowed by how much of it does in `result`.
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A step of which every op is as long as what runs beside it makes it.
+
+    Attributes
+    ----------
+    graph
+        Its ops and edges.
+    plan, start_ns
+        The same in the order of a replay, and when each op starts (n,).
+    shared_ns
+        How long each op of `graph` would have run beside what slows it, had it not been slowed (n,).
+    """
+
+    graph: Graph
+    plan: Plan
+    start_ns: Ints
+    shared_ns: Ints
+
+    @property
+    def end_ns(self) -> Ints:
+        """When each op of `graph` ends (n,)."""
+        end = np.empty_like(self.start_ns)
+        end[self.plan.row] = self.start_ns + self.plan.dur_ns
+        return end
+
+    @property
+    def step_ns(self) -> int:
+        """Time of the step."""
+        return int((self.start_ns + self.plan.dur_ns).max())
+
+    @property
+    def result(self) -> Result:
+        """The replay with its slack and path."""
+        return result_of(self.graph, self.plan, self.start_ns)
+
+
+def slowed(step: Step, compute_slowed: float, comm_slowed: float) -> Timed:
+    """A step replayed, and once more with what overlaps slowed by how much of it does.
 
     Parameters
     ----------
-    step, result
-        What was laid out, and its replay.
+    step
+        What was laid out.
     compute_slowed, comm_slowed
         How much longer a kernel takes that runs beside collectives all the time, and the reverse.
     """
-    start, took = (result.ops[name].to_numpy() for name in ("start_ns", "dur_ns"))
-    dur_ns = pl.Series("dur_ns", _longer(step, start, took, compute_slowed, comm_slowed))
-    return replay(replace(result.graph, ops=result.graph.ops.with_columns(dur_ns)))
-
-
-def slowed_ns(step: Step, graph: Graph, compute_slowed: float, comm_slowed: float) -> tuple[Ints, int]:
-    """The same without its slack and path: how long each op takes (n,), and the step."""
+    graph = step.graph()
     plan = Plan.of(graph)
     start, took = np.empty((2, len(plan.row)), np.int64)
     start[plan.row], took[plan.row] = plan.starts(), plan.dur_ns
-    longer = _longer(step, start, took, compute_slowed, comm_slowed)
-    again = replace(plan, dur_ns=longer[plan.row])
-    return longer, int((again.starts() + again.dur_ns).max())
-
-
-def _longer(step: Step, start: Ints, took: Ints, compute_slowed: float, comm_slowed: float) -> Ints:
     computes, transfers = step.lane == COMPUTE, (step.lane != COMPUTE) & (step.lane != HOST) & (took > 0)
     begins = start + step.rank * (int((start + took).max()) + 1)  # ranks one after another, so that one pass does all
-    factor = np.ones(len(took))
+    shared, longer = np.zeros_like(took), took.astype(np.float64)
     for own, other, slower in ((computes, transfers, compute_slowed), (transfers, computes, comm_slowed)):
-        shared = overlap_ns(begins[own], took[own], begins[other], took[other])
-        factor[own] += slower * shared / np.maximum(took[own], 1)
-    longer: Ints = np.rint(took * factor).astype(np.int64)
-    return longer
+        shared[own] = overlap_ns(begins[own], took[own], begins[other], took[other])
+        longer[own] += slower * shared[own]
+    dur_ns = np.rint(longer).astype(np.int64)
+    plan = replace(plan, dur_ns=dur_ns[plan.row])
+    graph = replace(graph, ops=graph.ops.with_columns(pl.Series("dur_ns", dur_ns)))
+    return Timed(graph, plan, plan.starts(), shared)
 
 
 def overlap_ns(start: Ints, dur: Ints, other_start: Ints, other_dur: Ints) -> Ints:

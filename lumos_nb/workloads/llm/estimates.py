@@ -10,11 +10,10 @@ from itertools import pairwise
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from lumos_nb.config import gpus, same_name
 from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
-from lumos_nb.critical_path import Result, replay
+from lumos_nb.critical_path import Result
 from lumos_nb.display import format_bytes, format_ns, html_table, text_table
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.graph import Graph
@@ -22,7 +21,7 @@ from lumos_nb.layout import Cluster, Parallelism, Training, check
 from lumos_nb.partition import breakdown
 from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.llm.assembly import Step, assembled
-from lumos_nb.workloads.llm.contention import slowed_ns
+from lumos_nb.workloads.llm.contention import Timed, slowed
 from lumos_nb.workloads.llm.memory import memory
 from lumos_nb.workloads.llm.pricing import priced
 from lumos_nb.workloads.llm.stages import work
@@ -43,9 +42,9 @@ class Estimate:
     calibration, surcharges
         Name of what priced it, and what a step costs beyond that.
     step
-        Rows and waits; `graph` is the same as tables.
-    dur_ns, step_ns
-        What each op takes, what runs beside it in view (n,), and the step.
+        Rows and waits.
+    timed
+        When each op runs.
     assumptions
         What was taken for granted because nobody said it (`estimate_row`).
     """
@@ -57,19 +56,23 @@ class Estimate:
     calibration: str
     surcharges: Surcharges
     step: Step
-    dur_ns: NDArray[np.int64]
-    step_ns: int
+    timed: Timed
     assumptions: tuple[str, ...] = ()
 
-    @cached_property
+    @property
     def graph(self) -> Graph:
         """The workload: ops and edges, of one rank for each pipeline stage, which stands for all that are equal."""
-        return self.step.graph(self.dur_ns / 1e3)
+        return self.timed.graph
 
     @cached_property
     def result(self) -> Result:
         """The replayed graph."""
-        return replay(self.graph)
+        return self.timed.result
+
+    @property
+    def step_ns(self) -> int:
+        """Time of a step."""
+        return self.timed.step_ns
 
     @property
     def step_s(self) -> float:
@@ -300,10 +303,10 @@ def _refuse_endless(model: Transformer, layout: Parallelism, train: Training) ->
 
 def laid_out(
     tables: list[pl.DataFrame], layout: Parallelism, train: Training, cluster: Cluster, extra: Surcharges
-) -> tuple[Step, NDArray[np.int64], int]:
-    """The step of priced tables with its surcharges, how long each of its ops takes, and the step's time in ns."""
+) -> tuple[Step, Timed]:
+    """The step of priced tables with its surcharges, and when each of its ops runs."""
     step = assembled([extra.applied(table, train, cluster) for table in tables], layout, train)
-    return step, *slowed_ns(step, step.graph(), extra.compute_slowed, extra.comm_slowed)
+    return step, slowed(step, extra.compute_slowed, extra.comm_slowed)
 
 
 def stages_of(layout: Parallelism) -> list[int]:

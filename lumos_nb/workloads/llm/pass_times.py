@@ -17,10 +17,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.costs.calibration import Calibration
-from lumos_nb.critical_path import Result, replay
 from lumos_nb.layout import Cluster, Parallelism, Training, Transformer
 from lumos_nb.workloads.llm.assembly import COMPUTE, Step, assembled
-from lumos_nb.workloads.llm.contention import slowed
+from lumos_nb.workloads.llm.contention import Timed, slowed
 from lumos_nb.workloads.llm.layers import Block, Rank, Row
 from lumos_nb.workloads.llm.pricing import place, with_prices
 from lumos_nb.workloads.llm.stages import as_table, in_order
@@ -53,9 +52,9 @@ class Job(NamedTuple):
         """Rows with `nodes` and `gpus`, with what they take in a step."""
         return self.surcharges.applied(with_prices(table, self.cluster, self.calibration), self.train, self.cluster)
 
-    def slowed(self, step: Step, result: Result) -> Result:
+    def slowed(self, step: Step) -> Timed:
         """A step with what overlaps slowed."""
-        return slowed(step, result, self.surcharges.compute_slowed, self.surcharges.comm_slowed)
+        return slowed(step, self.surcharges.compute_slowed, self.surcharges.comm_slowed)
 
 
 class PassTimes(NamedTuple):
@@ -140,21 +139,13 @@ def _replayed(
         chosen = group["index"].to_numpy()
         layout = Parallelism(tp=tp, cp_mode=mode, pp=len(chosen), schedule="zb-h1" if split else "gpipe")
         step = assembled([tables[i] for i in chosen], layout, one)
-        plain = replay(step.graph())
-        ops = job.slowed(step, plain).ops
+        timed = job.slowed(step)
         about = step.table.select("section", phase=_phase(split=split))[step.row]
         at = chosen[step.rank], about["phase"].to_numpy(), about["section"].to_numpy()
-        np.maximum.at(ends, at, (ops["start_ns"] + ops["dur_ns"]).to_numpy() / 1e3)
-        np.add.at(lone, at, (step.lane == COMPUTE) * _lone_ns(job, plain, ops) / 1e3)
+        np.maximum.at(ends, at, timed.end_ns / 1e3)
+        took_us = step.table["dur_us"].to_numpy()[step.row]
+        np.add.at(lone, at, (step.lane == COMPUTE) * (took_us - timed.shared_ns / 1e3))
     return ends, lone
-
-
-def _lone_ns(job: Job, plain: Result, ops: pl.DataFrame) -> Floats:
-    """How much of each op runs beside nothing that slows it, from how much it is slowed."""
-    took = plain.ops["dur_ns"].to_numpy()
-    later = (ops["dur_ns"].to_numpy() - took) / max(job.surcharges.compute_slowed, 1e-9)
-    alone: Floats = np.maximum(took - later, 0.0)
-    return alone
 
 
 def _rank(model: Transformer, cell: dict[str, Any], train: Training) -> Rank:
