@@ -13,6 +13,7 @@ import polars as pl
 from benchmarks import TRACES
 from benchmarks.collective_accuracy import collective_rows
 from benchmarks.cpu_accuracy import cpu_rows
+from benchmarks.fit_surcharges import surcharge_rows
 from benchmarks.frictions import friction_rows
 from benchmarks.interventions import intervention_rows
 from benchmarks.kernel_accuracy import kernel_rows
@@ -165,7 +166,7 @@ def main() -> None:
     if TRACES.is_dir():
         rows += trace_rows()
         rows += pipeline_rows(TRACES)
-        rows += [*overhead_rows(), *friction_rows(), *trace_kernel_rows(), *schedule_rows(TRACES)]
+        rows += [*overhead_rows(), *friction_rows(), *surcharge_rows(), *trace_kernel_rows(), *schedule_rows(TRACES)]
         rows += [*memory_rows(), *llm_rows()]
     else:
         print(f"no {TRACES}: rows of other people's recordings stay as they are", file=sys.stderr)

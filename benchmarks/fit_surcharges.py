@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -22,6 +22,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from benchmarks import MEASURED
+from benchmarks.rows import Row
 from lumos_nb import datasets
 from lumos_nb.errors import LumosError
 from lumos_nb.layout import Training
@@ -198,14 +199,24 @@ def named(at: Floats) -> dict[str, float]:
     return dict(zip(PRIORS, np.exp(at).tolist(), strict=True))
 
 
-def start() -> Floats:
-    """Logarithms of the bundled constants, from which a new fit goes on; a prior where there is none."""
-    every = msgspec.to_builtins(bundled().every)
-    found = []
+def constants(of: Surcharges) -> dict[str, float]:
+    """The constants of `PRIORS` by name; the prior where there is none."""
+    fields = msgspec.to_builtins(of)
+    names = {name: name.partition(" ")[::2] for name in PRIORS}
+    return {
+        name: fields[field].get(key, PRIORS[name][0]) if key else fields[field] for name, (field, key) in names.items()
+    }
+
+
+def surcharge_rows() -> Iterator[Row]:
+    """Rows of `accuracy.json`: the bundled constants beside their priors, and how far they move without a source."""
+    every, without = constants(bundled().every), [constants(one) for one in bundled().without.values()]
     for name, (prior, _) in PRIORS.items():
-        field, _, key = name.partition(" ")
-        found.append(every[field].get(key, prior) if key else every[field])
-    return np.log(found)
+        others = [one[name] for one in without]
+        note = f"{min(others):.3g} to {max(others):.3g} without one of {len(others)} sources"
+        unit = "us" if name.startswith("launch") else ""
+        yield Row(f"surcharges/{name}", every[name], unit, "prior", prior, note=note)
+    yield Row("surcharges/spread", 100 * bundled().every.spread, "%", note="of sources that were not fitted on, in log")
 
 
 def all_together(rounds: int) -> tuple[dict[str, dict[str, float]], pl.DataFrame]:
@@ -221,7 +232,7 @@ def all_together(rounds: int) -> tuple[dict[str, dict[str, float]], pl.DataFrame
         measured_s, of = rows["step_time_s"].to_numpy(), rows["of"].to_numpy()
         # neighbours of a sweep err together: a source is worth a quarter of so many rows
         weight = ROWS / rows.select(pl.len().over("of")).to_series().to_numpy() / 4
-        at = start()
+        at = np.log([*constants(bundled().every).values()])  # a new fit goes on from the bundled one
         for _ in range(rounds):
             slopes = Slopes.of(evaluate, at, measured_s)
             at = slopes.solved(weight)

@@ -14,7 +14,7 @@ import builtins
 import os
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import altair as alt
@@ -211,7 +211,7 @@ def breakdown_bars(
 
 def _part_rows(frame: pl.DataFrame, name: str) -> pl.DataFrame:
     """The parts of a breakdown that take time, with their bar's `label`, their `place` in it and texts."""
-    require_columns(frame, ("rank", "part", "time_ns"), "breakdown")
+    check_rows(frame, ("rank", "part", "time_ns"), "breakdown")
     if unknown := sorted(set(frame["part"].drop_nulls()) - set(PARTS)):
         raise SchemaError(f"breakdown table has the part {unknown[0]!r}; parts are {', '.join(PARTS)}.")
     step_ns = pl.col("time_ns").sum().over("rank")
@@ -247,7 +247,7 @@ def structure_bars(table: pl.DataFrame, *, title: str = "Layers found", width_px
     >>> structure_bars(find_structure(graph).table)  # doctest: +SKIP
     """
     columns = ("rank", "phase", "found", "layers", "share", "confidence")
-    require_columns(table, columns, "structure")
+    check_rows(table, columns, "structure")
     rows = table.select(columns).with_columns(label=pl.format("rank {}, {}: {} layers", "rank", "phase", "layers"))
     chart: alt.Chart = (
         alt.Chart(rows, title=heading(title))
@@ -288,9 +288,7 @@ def predicted_vs_measured(
     >>> predicted_vs_measured(mechanistic(run))  # doctest: +SKIP
     """
     columns = [f"{series}_ns" for series in SERIES]
-    require_columns(scored, ["step", *columns], "prediction")
-    if scored.is_empty():
-        raise LumosError("nothing to draw: the prediction table has no step.")
+    check_rows(scored, ("step", *columns), "prediction")
     rows = scored.unpivot(columns, index=["step"], variable_name="series", value_name="time_ns").join(
         scored.select("step", "measured_ns"), on="step"
     )
@@ -319,12 +317,24 @@ def predicted_vs_measured(
     return chart
 
 
-def require_columns(frame: pl.DataFrame, columns: Iterable[str], what: str) -> None:
-    """Raise InputError unless `frame` is one, SchemaError where it lacks a column."""
+def check_rows(frame: pl.DataFrame, columns: tuple[str, ...], what: str) -> None:
+    """Raise unless there is something to draw.
+
+    Raises
+    ------
+    InputError
+        `frame` is no DataFrame.
+    SchemaError
+        It lacks a column.
+    LumosError
+        It has no row.
+    """
     if not isinstance(frame, pl.DataFrame):
         raise InputError(f"this takes the {what} table, a polars DataFrame; it was given a {type(frame).__name__}.")
     if missing := [c for c in columns if c not in frame.columns]:
         raise SchemaError(f"{what} table lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns)}.")
+    if frame.is_empty():
+        raise LumosError(f"nothing to draw: the {what} table has no row.")
 
 
 def _in_ms(frame: pl.DataFrame) -> pl.DataFrame:

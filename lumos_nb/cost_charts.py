@@ -11,9 +11,8 @@ from typing import Any, Literal
 import altair as alt
 import polars as pl
 
-from lumos_nb.charts import SERIES, heading, require_columns
+from lumos_nb.charts import SERIES, check_rows, heading
 from lumos_nb.config import Gpu
-from lumos_nb.errors import LumosError
 
 MEASURED, PREDICTED = (SERIES[series][0] for series in ("measured", "predicted"))
 BASIS_COLOURS = {"measured": "#5E3C99", "transferred": "#B2ABD2", "data sheet": "#EFEDF5"}
@@ -336,13 +335,6 @@ def interval_check(scores: pl.DataFrame, *, title: str = "", width_px: int = 460
     )
     layers = [wanted.encode(y=alt.Y("low:Q"), y2="high:Q"), points]
     return alt.LayerChart(layer=layers, title=heading(title), width=width_px, height=260)
-
-
-def check_rows(frame: pl.DataFrame, columns: tuple[str, ...], what: str) -> None:
-    """Raise LumosError unless there is a row, SchemaError where a column is missing."""
-    require_columns(frame, columns, what)
-    if frame.is_empty():
-        raise LumosError(f"nothing to draw: the {what} table has no row.")
 
 
 def room(values: pl.Series) -> list[float]:

@@ -10,8 +10,8 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from lumos_nb.charts import NOTHING, SERIES, heading
-from lumos_nb.cost_charts import CLASS_COLOURS, check_rows, room
+from lumos_nb.charts import NOTHING, SERIES, check_rows, heading
+from lumos_nb.cost_charts import CLASS_COLOURS, room
 from lumos_nb.errors import LumosError
 from lumos_nb.workloads.llm.candidates import AXES
 from lumos_nb.workloads.llm.memory import CLASSES
@@ -26,7 +26,7 @@ CLOSE = 0.1
 _SPAN = ("low_s", "high_s")
 
 
-def measured_against_predicted(
+def agreement(
     scored: pl.DataFrame, *, by: str = "source", title: str = "Predicted against measured", width_px: int = 430
 ) -> alt.LayerChart:
     """Draw predicted step times over measured ones, with their intervals, the diagonal and 10 % on either side.
@@ -49,7 +49,7 @@ def measured_against_predicted(
 
     Examples
     --------
-    >>> measured_against_predicted(scored)  # doctest: +SKIP
+    >>> agreement(scored)  # doctest: +SKIP
     """
     times = ("measured_s", "predicted_s", *_SPAN)
     check_rows(scored, (by, *times), "scored")

@@ -391,7 +391,7 @@ def test_odd_names_are_shown_as_they_are():
         pytest.param(
             lambda: breakdown_bars(pl.DataFrame({"rank": [0]})), SchemaError, "lacks .* part, time_ns", id="no parts"
         ),
-        pytest.param(lambda: predicted_vs_measured(SCORED.clear()), LumosError, "no step", id="no steps"),
+        pytest.param(lambda: predicted_vs_measured(SCORED.clear()), LumosError, "no row", id="no steps"),
         pytest.param(
             lambda: predicted_vs_measured(SCORED.drop("null_ns")), SchemaError, "lacks .* null_ns", id="no null"
         ),

@@ -15,8 +15,8 @@ from lumos_nb.layout import Cluster, Parallelism, Training
 from lumos_nb.llm_charts import (
     MEMORY_COLOURS,
     OTHER_SERIES,
+    agreement,
     layouts,
-    measured_against_predicted,
     memory_bars,
     pareto,
     step_times,
@@ -67,14 +67,14 @@ FOUND = Found(Transformer.named("gpt3-125m"), Training(micro_batch=1, global_bat
 
 
 def test_a_scatter_has_a_point_and_an_interval_a_row_beside_the_diagonal():
-    spec = measured_against_predicted(SCORED).to_dict()
+    spec = agreement(SCORED).to_dict()
     assert marks(spec) == {"area": 1, "line": 1, "rule": 3, "symbol": 3}
     band, points = rows_of(spec, 0), rows_of(spec, 3)
     assert [corner["low_s"] / corner["measured_s"] for corner in band] == pytest.approx([0.9, 0.9])
     assert band[0]["measured_s"] < 0.9 < 13 < band[1]["measured_s"]
     assert [point["error"] for point in points] == pytest.approx([0.1, -0.25, -0.1])
     assert spec["layer"][3]["encoding"]["color"]["scale"]["domain"] == ["b", "a"]
-    assert {"measured step time (s)", "predicted step time (s)"} <= set(texts(measured_against_predicted(SCORED)))
+    assert {"measured step time (s)", "predicted step time (s)"} <= set(texts(agreement(SCORED)))
 
 
 def test_step_times_are_points_of_each_series_with_intervals_where_there_are_any():
@@ -129,7 +129,7 @@ def test_a_front_is_drawn_over_all_that_fit():
 @pytest.mark.parametrize(
     ("draw", "frame", "needed"),
     [
-        pytest.param(measured_against_predicted, SCORED, "low_s", id="scatter"),
+        pytest.param(agreement, SCORED, "low_s", id="scatter"),
         pytest.param(step_times, TIMES, "series", id="step times"),
         pytest.param(memory_bars, MEMORY, "moment", id="memory"),
         pytest.param(layouts, SEARCHED, "why_not", id="layouts"),
