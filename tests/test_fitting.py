@@ -127,6 +127,16 @@ def test_an_argument_of_another_kind_is_refused_and_told_where_it_belongs(given:
         calibrate(load_run(datasets.path("gpt-single")), **given)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"gpu": MINE}, {"gpu": "H100-SXM-80GB"}, {"base": BASE}],
+    ids=["one's own sheet", "a bundled one", "a GPU's calibration"],
+)
+def test_a_run_on_a_cpu_is_not_read_as_one_of_a_gpu(given: dict[str, Any]) -> None:
+    with pytest.raises(CalibrationError, match=r"operators of a CPU.*another device.*make calibrate.*as base"):
+        calibrate(load_run(datasets.path("gpt-single")), **given)
+
+
 def test_a_run_without_sizes_is_refused(traces: Path) -> None:
     run = load_run(traces / "tracelens" / "mi210" / "gpu_only_trace" / "gpu_only_trace.json.gz")
     with pytest.raises(CalibrationError, match=r"0 kinds of device \(none\).*record_shapes=True"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lumos_nb.config import find_gpu, gpus
 from lumos_nb.costs.forms import FORMS, FP32_JOULES, form_of, sustained_flops
-from lumos_nb.costs.kernels import KernelModel, _Curve, _Sample, cell_keys, fit_kernels, prior_cell
+from lumos_nb.costs.kernels import KernelModel, _Curve, _Sample, _soft, cell_keys, fit_kernels, prior_cell
 from lumos_nb.costs.work import MOVES, PRODUCTS, with_work, work_of
 from lumos_nb.errors import CalibrationError, InputError, SchemaError, SheetError
 
@@ -367,3 +367,14 @@ def test_half_precision_products_of_an_unseen_model_are_priced_within_ten_percen
     errors = (priced["dur_us"] / priced["time_us"] - 1).abs()
     assert errors.median() < 0.07
     assert errors.mean() < 0.10
+
+
+def test_what_is_far_off_counts_by_its_distance_and_infinitely_far_off_has_no_slope() -> None:
+    z = np.array([0.0, 1e-9, 0.7, -3.0, 1e3, 1e200, np.inf, -np.inf])
+    value, slope = _soft(z)
+    assert value[[0, 6, 7]].tolist() == [0.0, np.inf, -np.inf]
+    assert (value[2:5] ** 2 / 2).tolist() == pytest.approx((np.hypot(1, z[2:5]) - 1).tolist())
+    assert slope[[0, 6, 7]].tolist() == [1.0, 0.0, 0.0]
+    nudged = 1e-6
+    by_differences = (_soft(z[2:5] + nudged)[0] - _soft(z[2:5] - nudged)[0]) / (2 * nudged)
+    assert slope[2:5].tolist() == pytest.approx(by_differences.tolist(), rel=1e-6)

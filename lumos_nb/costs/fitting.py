@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 import msgspec
 import polars as pl
 
-from lumos_nb.config import Gpu, find_gpu
+from lumos_nb.config import Gpu, find_gpu, gpus
 from lumos_nb.costs.calibration import (
     GENERIC,
     REGION,
@@ -108,12 +108,14 @@ def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | str | Non
     base
         What to begin at; by default the bundled calibration of the run's GPU, else the generic one.
     gpu
-        The data sheet, or the name of a bundled one; by default that of the GPU that the trace names.
+        The data sheet, or the name of a bundled one; by default that of the GPU that the trace names. A run on a CPU
+        has that of `base`.
 
     Raises
     ------
     CalibrationError
-        The trace has no kernels with sizes, or of several kinds of device, or does not name its device.
+        The trace has no kernels with sizes, or of several kinds of device, or does not name its device, or is of a CPU
+        and the sheet is of another device.
     InputError
         No bundled sheet has the GPU's name, and none is given; `base` or `gpu` is of another kind.
 
@@ -143,6 +145,11 @@ def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | str | Non
     if sheet is None and names[0] is None:
         raise CalibrationError("the trace does not name its device; say which it is: gpu=find_gpu(name).")
     sheet = sheet or find_gpu(names[0])
+    if names[0] == "cpu" and (sheet != base.gpu or sheet in gpus()):
+        raise CalibrationError(
+            f"the run has operators of a CPU and no kernels of a GPU; {sheet.name} is another device. Leave gpu out; for "
+            "another CPU than the bundled one, give the calibration that make calibrate writes on it as base."
+        )
     made = fit_gpu(sheet, samples.with_columns(gpu=pl.lit(sheet.name)), base.for_gpu(sheet), adapt=True)
     return msgspec.structs.replace(made, overheads=overheads(run))
 

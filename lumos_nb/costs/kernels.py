@@ -427,7 +427,10 @@ def _fitted(start: Cell, sample: _Sample, target: Floats) -> Cell:
 
 
 def _soft(z: Floats) -> tuple[Floats, Floats]:
-    """Values whose squares grow as |z| beyond 1, and their derivative: what is far off counts by its distance."""
-    root = np.sqrt(1.0 + z * z)
-    soft = np.sign(z) * np.sqrt(2.0 * (root - 1.0))
-    return soft, np.where(np.abs(soft) < 1e-6, 1.0, z / (root * np.where(soft == 0.0, 1.0, soft)))
+    """Values whose squares grow as |z| beyond 1, and their derivative: what is far off counts by its distance.
+
+    A trial step of a fit may be infinitely far off: its value is infinite then and its derivative 0, and the solver
+    takes a shorter one.
+    """
+    root = np.hypot(1.0, z)
+    return np.sign(z) * np.sqrt(2.0 * (root - 1.0)), np.sqrt((1.0 + 1.0 / root) / (2.0 * root))
