@@ -147,8 +147,8 @@ def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | str | Non
     sheet = sheet or find_gpu(names[0])
     if names[0] == "cpu" and (sheet != base.gpu or sheet in gpus()):
         raise CalibrationError(
-            f"the run has operators of a CPU and no kernels of a GPU; {sheet.name} is another device. Leave gpu out; for "
-            "another CPU than the bundled one, give the calibration that make calibrate writes on it as base."
+            f"the run has operators of a CPU and no kernels of a GPU; {sheet.name} is another device. Leave gpu out; "
+            "for another CPU than the bundled one, give the calibration that make calibrate writes on it as base."
         )
     made = fit_gpu(sheet, samples.with_columns(gpu=pl.lit(sheet.name)), base.for_gpu(sheet), adapt=True)
     return msgspec.structs.replace(made, overheads=overheads(run))
