@@ -68,7 +68,7 @@ class Parallelism(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     split: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        self._positive("zero", "shard", "etp")
+        self._checked("zero", "shard", "etp")
         fewest, most = _SCHEDULE_CHUNKS[self.schedule]
         if not fewest <= self.chunks <= most:
             advice = f"{self.schedule} takes {fewest if fewest == most else f'{fewest} or more'} chunk(s) a rank"
@@ -194,7 +194,7 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     launch_us: float | None = None
 
     def __post_init__(self) -> None:
-        self._positive("bucket_bytes", "prefetch", "logit_bytes")
+        self._checked("bucket_bytes", "prefetch", "logit_bytes")
         if not 0 <= self.capacity < math.inf:
             raise self.refusal("capacity", "give the capacity factor of experts, or 0 where no token is dropped")
         if not 0 <= (self.launch_us or 0) < math.inf:
@@ -230,7 +230,7 @@ class Cluster(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     between: Fabric | str | None = None
 
     def __post_init__(self) -> None:
-        self._positive()
+        self._checked()
         for field, needed in (("inside", self.gpus_per_node > 1), ("between", self.nodes > 1)):
             if needed and getattr(self, field) is None:
                 raise self.refusal(field, "give a Fabric, or the name of a bundled one")
@@ -333,7 +333,9 @@ def _of_batch(layout: Parallelism, train: Training) -> list[str]:
     count = train.micro_batches(layout)
     rounds = layout.schedule == "interleaved" and not uneven and count % layout.pp > 0
     advice = f"{count} micro-batches are no multiple of pp ({layout.pp}): give another global_batch"
-    return found + _complain(layout, "schedule", rounds, advice)
+    found += _complain(layout, "schedule", rounds, advice)
+    alone = layout.pp == 1 and layout.schedule != "1f1b"
+    return found + _complain(layout, "schedule", alone, "with pp=1 there is no pipeline: leave it out")
 
 
 def _of_experts(model: Transformer, layout: Parallelism) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -40,11 +40,32 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The error that names a field of this, its value and what to do."""
         return LayoutError(f"{type(self).__name__}: {field} is {getattr(self, field)!r}; {advice}.")
 
-    def _positive(self, *may_be_zero: str) -> None:
+    def _checked(self, *may_be_zero: str) -> None:
+        """Refuse values of another kind, and whole numbers below 1 (or 0); what is the same in other words is taken."""
+        for field, kind in _kinds(type(self)).items():
+            given = getattr(self, field)
+            plain = given.item() if hasattr(given, "dtype") else given  # a number of numpy
+            try:
+                value = msgspec.convert(plain, kind)
+            except msgspec.ValidationError:
+                options = " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else ""
+                advice = options or _WORDS.get(kind, "what its documentation says")
+                raise self.refusal(field, f"give {advice}") from None
+            if value is not given:
+                msgspec.structs.force_setattr(self, field, value)
         for field in self.__struct_fields__:
             value, least = getattr(self, field), 0 if field in may_be_zero else 1
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise self.refusal(field, f"give a whole number of at least {least}")
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+
+
+@cache
+def _kinds(spec: type[Spec]) -> dict[str, Any]:
+    """What each field of a spec takes."""
+    return get_type_hints(spec)
 
 
 class Moe(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +84,7 @@ class Moe(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     router_bias: bool = False
 
     def __post_init__(self) -> None:
-        self._positive("shared", "first")
+        self._checked("shared", "first")
         if self.topk > self.experts:
             raise self.refusal("topk", f"there are {self.experts} experts: give at most as many")
 
@@ -82,7 +103,7 @@ class Mla(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     v: int = 128
 
     def __post_init__(self) -> None:
-        self._positive()
+        self._checked()
 
 
 class Weight(NamedTuple):
@@ -143,7 +164,7 @@ class Transformer(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mla: Mla | None = None
 
     def __post_init__(self) -> None:
-        self._positive("kv_heads", "head_dim", "max_seq")
+        self._checked("kv_heads", "head_dim", "max_seq")
         if not self.head_dim and not self.mla and self.hidden % self.heads:
             raise self.refusal("heads", f"hidden ({self.hidden}) is no multiple of it: give head_dim too")
         if self.heads % self.keys:
@@ -160,7 +181,7 @@ class Transformer(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
         InputError
             None is called so; the message lists the names.
         """
-        if model := models().get(name.lower()):
+        if model := models().get(str(name).lower()):
             return model
         raise InputError(f"no model is called {name!r}; there are: {', '.join(models())}. Make your own: Transformer.")
 

@@ -22,7 +22,7 @@ from lumos_nb.workloads.llm.contention import overlap_ns
 from lumos_nb.workloads.llm.estimates import Estimate, estimate, stages_of
 from lumos_nb.workloads.llm.schedule import as_graph, schedule
 from lumos_nb.workloads.llm.stages import work
-from lumos_nb.workloads.llm.surcharges import Surcharges
+from lumos_nb.workloads.llm.surcharges import Surcharges, bundled
 
 SIZES: dict[str, Any] = {"layers": 8, "hidden": 1024, "heads": 16, "ffn": 4096, "vocab": 32000}
 LLAMA = Transformer(**SIZES)
@@ -43,10 +43,12 @@ def cluster(gpus: int, faster: float = 1.0) -> Cluster:
     )
 
 
-def of(layout: Parallelism, model: Transformer = LLAMA, *, faster: float = 1.0, **train: Any) -> Estimate:
+def of(
+    layout: Parallelism, model: Transformer = LLAMA, *, faster: float = 1.0, extra: Surcharges = NONE, **train: Any
+) -> Estimate:
     """The estimate of a layout."""
     made = Training(**{"micro_batch": 1, "global_batch": 16, "seq": 1024, **train})
-    return estimate(model, layout, made, cluster(layout.world, faster), H100, surcharges=NONE)
+    return estimate(model, layout, made, cluster(layout.world, faster), H100, surcharges=extra)
 
 
 def flat(layout: Parallelism, train: Training, took_us: float) -> list[pl.DataFrame]:
@@ -153,7 +155,7 @@ layouts = st.builds(
     cp=st.sampled_from([1, 2]),
     dp=st.sampled_from([1, 2, 4]),
     zero=st.integers(0, 3),
-    schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]),
 )
 trainings = st.builds(
     dict,
@@ -164,31 +166,38 @@ trainings = st.builds(
     overlap_wgrad=st.booleans(),
     overlap_pp=st.booleans(),
     bucket_bytes=st.sampled_from([0, 2**22]),
-    launch_us=st.sampled_from([0.0, 5.0]),
+    launch_us=st.sampled_from([None, 0.0, 5.0]),
+    kernels=st.sampled_from(["fused", "compiled", "eager"]),
 )
+extras = st.sampled_from([NONE, bundled().every])
 
 
 def possible(sizes: dict[str, Any], train: dict[str, Any], model: Transformer = LLAMA) -> Parallelism:
     """A layout of drawn sizes; impossible ones are drawn again."""
     sizes = sizes | {"sequence_parallel": sizes["sequence_parallel"] and sizes["tp"] > 1}
+    if sizes["pp"] == 1:
+        sizes["schedule"] = "1f1b"
+    sizes["chunks"] = 2 if sizes["schedule"] in ("interleaved", "zb-v") else 1
     layout = Parallelism(**sizes)
     assume(not problems(model, layout, Training(micro_batch=1, global_batch=16, seq=1024, **train)))
     return layout
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(layouts, trainings)
-def test_more_bandwidth_never_slows_a_step(sizes: dict[str, Any], train: dict[str, Any]) -> None:
+@given(layouts, trainings, extras)
+def test_more_bandwidth_never_slows_a_step(sizes: dict[str, Any], train: dict[str, Any], extra: Surcharges) -> None:
     layout = possible(sizes, train)
-    assert of(layout, faster=1.5, **train).step_s <= of(layout, **train).step_s
+    assert of(layout, faster=1.5, extra=extra, **train).step_s <= of(layout, extra=extra, **train).step_s
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(layouts, trainings, st.sampled_from([LLAMA, MOE]))
-def test_more_layers_never_speed_a_step(sizes: dict[str, Any], train: dict[str, Any], model: Transformer) -> None:
+@given(layouts, trainings, st.sampled_from([LLAMA, MOE]), extras)
+def test_more_layers_never_speed_a_step(
+    sizes: dict[str, Any], train: dict[str, Any], model: Transformer, extra: Surcharges
+) -> None:
     layout = possible(sizes, train, model)
-    deeper = msgspec.structs.replace(model, layers=12)
-    assert of(layout, deeper, **train).step_s >= of(layout, model, **train).step_s
+    deeper = msgspec.structs.replace(model, layers=16)
+    assert of(layout, deeper, extra=extra, **train).step_s >= of(layout, model, extra=extra, **train).step_s
 
 
 def test_what_does_not_go_together_is_refused_before_anything_is_priced() -> None:
@@ -208,6 +217,17 @@ def test_an_argument_of_another_kind_is_named(wrong: str) -> None:
     given: dict[str, Any] = {"model": LLAMA, "layout": Parallelism(), "train": train, "cluster": cluster(1)}
     with pytest.raises(InputError, match=f"{wrong} is 'x'; give a "):
         estimate(**given | {wrong: "x"})
+
+
+def test_a_schedule_without_a_pipeline_is_refused() -> None:
+    with pytest.raises(LayoutError, match="schedule is 'gpipe'; with pp=1 there is no pipeline"):
+        of(Parallelism(dp=2, schedule="gpipe"))
+
+
+def test_no_more_is_done_than_counted_as_hardware_flops() -> None:
+    tiny = Transformer(layers=1, hidden=64, heads=1, ffn=1000, vocab=1, norm="layer", positions="none", tied=True)
+    found = of(Parallelism(dp=4), tiny, flash=False)
+    assert found.hfu >= found.mfu > 0
 
 
 def test_a_step_without_end_is_refused_before_it_fills_the_memory() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -221,3 +223,32 @@ def test_parameters_grow_by_what_a_layer_has(name, more):
     longer = msgspec.structs.replace(model, layers=model.layers + more)
     extra = sum(math.prod(w.shape) * w.copies for w in model.weights(model.layers - 1))
     assert longer.size - model.size == more * extra
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Parallelism(schedule="1F1B", pp=2), "schedule is '1F1B'; give 'gpipe' or '1f1b'"),
+        (lambda: Parallelism(tp=2.0), "tp is 2.0; give a whole number"),
+        (lambda: Parallelism(tp=True), "tp is True; give a whole number"),
+        (lambda: Training(micro_batch=1, global_batch=1, seq=1, recompute="Full"), "recompute is 'Full'; give 'none'"),
+        (lambda: Training(micro_batch=1, global_batch=1, seq=1, kernels="triton"), "kernels is 'triton'; give 'fused'"),
+        (lambda: Training(micro_batch=1, global_batch=1, seq=float("nan")), "seq is nan; give a whole number"),
+        (lambda: Training(micro_batch=1, global_batch=1, seq=1, flash="no"), "flash is 'no'; give True or False"),
+        (lambda: Training(micro_batch=1, global_batch=1, seq=1, attention=None), "attention is None; give text"),
+        (lambda: Transformer(layers=1, hidden=8, heads=1, ffn=8, vocab=8, norm="x"), "norm is 'x'; give 'layer' or"),
+        (lambda: Cluster(gpu="H100", inside=3), "inside is 3; give"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_a_value_of_another_kind_is_refused_by_field(make: Callable[[], object], message: str):
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        make()
+
+
+def test_what_is_the_same_in_other_words_is_taken():
+    layout = Parallelism(pp=np.int64(2), split=[1, 3])
+    assert (layout.pp, layout.split) == (2, (1, 3))
+    assert hash(layout) == hash(Parallelism(pp=2, split=(1, 3)))
+    model = Transformer(layers=1, hidden=8, heads=1, ffn=8, vocab=8, moe={"experts": 4, "topk": 2, "ffn": 8})
+    assert model.moe == Moe(experts=4, topk=2, ffn=8)

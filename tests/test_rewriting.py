@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import polars as pl
 import pytest
@@ -324,12 +325,27 @@ def test_a_timeline_of_whole_passes_is_scheduled_anew(traces: Path) -> None:
         ({"seq": 128}, LayoutError, "max_seq"),
         ({"cp": 2}, LayoutError, "cp is 2; the trace has 1"),
         ({"recompute": "full"}, LayoutError, "no rewrite changes"),
+        ({"kernels": "eager"}, LayoutError, "no rewrite changes"),
+        ({"kv_heads": 1}, LayoutError, "no rewrite changes"),
+        ({"layers": "4"}, LayoutError, "layers is '4'; give a whole number"),
+        ({"global_batch": 10**6}, LayoutError, "ops a step"),
+        ({"model": "llama"}, InputError, "model is 'llama'; give a Transformer"),
+        ({"of": (1, 2, 3)}, InputError, "of is"),
+        ({"onto": "H100"}, InputError, "onto is 'H100'; give a Cluster"),
     ],
-    ids=["unknown field", "impossible model", "split backward", "uneven stages", "positions", "context", "recompute"],
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else None,
 )
 def test_what_cannot_be_is_refused(sizes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         rewrite(same("gpt-single"), **sizes)
+
+
+def test_what_a_whole_model_says_and_no_rewrite_applies_is_listed() -> None:
+    was = same("gpt-single").setup
+    assert was is not None
+    made = rewrite(graph_of("gpt-single"), model=msgspec.structs.replace(was[0], tied=not was[0].tied))
+    assert made.report.filter(what="not applied")["detail"].to_list() == ["left as traced: tied"]
+    assert made.setup == was
 
 
 def test_what_is_missing_is_asked_for() -> None:

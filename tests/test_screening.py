@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,7 +13,7 @@ import polars as pl
 import pytest
 
 from lumos_nb.costs.calibration import load_calibration
-from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.errors import InputError, LayoutError, LumosError
 from lumos_nb.layout import Cluster, Training, Transformer, problems
 from lumos_nb.transformer import Mla, Moe
 from lumos_nb.workloads.llm.candidates import AXES, candidate, candidates
@@ -127,7 +129,7 @@ def test_peaks_are_those_of_memory(model, setting):
 
 
 def test_no_layouts_have_no_peaks():
-    most, stage = peaks(DENSE, TRAIN, feasible(DENSE, tp=3))
+    most, stage = peaks(DENSE, TRAIN, feasible(DENSE, tp=1).clear())
     assert most.shape == stage.shape == (0,)
 
 
@@ -272,3 +274,39 @@ def test_surcharges_reach_screen_and_replay():
 def test_keep_is_a_number(keep):
     with pytest.raises(InputError, match="give how many layouts are replayed"):
         found_of(keep=keep)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dp": 3}, "no layout of 8 GPUs has dp=3"),
+        ({"tp": []}, "tp=[]: give at least one value"),
+        ({"recompute": "all"}, "recompute='all': there are 'none', 'selective', 'full'"),
+        ({"zero": 5}, "zero=5: there are 0, 1, 2, 3"),
+        ({"gpus": []}, "gpus=[]: give a number of GPUs"),
+        ({"gpus": "8"}, "gpus='8': give a part of one node"),
+        ({"gpus": 8.0}, "gpus=8.0: give a part of one node"),
+        ({"surcharges": "x"}, "surcharges is 'x'"),
+        ({"executor": 3}, "executor is 3"),
+        ({"progress": 3}, "progress is 3"),
+    ],
+    ids=str,
+)
+def test_what_a_search_cannot_be_asked_is_said(given: dict[str, Any], message: str):
+    cluster = Cluster(gpu=H100.gpu, inside="NVLink4 NVSwitch")
+    with pytest.raises(LumosError, match=re.escape(message)):
+        search(DENSE, cluster, SMALL, H100, keep=0, **given)
+
+
+def test_one_gpu_is_searched_too():
+    found = search(DENSE, Cluster(gpu=H100.gpu, gpus_per_node=1), SMALL, H100, keep=1)
+    assert found.best.layout.world == 1
+
+
+def test_the_order_of_values_does_not_matter():
+    cluster = Cluster(gpu=H100.gpu, inside="NVLink4 NVSwitch")
+    frames = [
+        search(DENSE, cluster, SMALL, H100, keep=2, pp=1, cp=1, micro_batch=1, recompute="none", **ranges).frame
+        for ranges in ({"tp": [1, 2], "zero": [0, 3]}, {"tp": [2, 1], "zero": [3, 0]})
+    ]
+    assert frames[0].equals(frames[1])

@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
     cluster: Cluster
 
 
-def cluster_of(cluster: Cluster, gpus: int) -> Cluster:
+def cluster_of(cluster: Cluster, gpus: object) -> Cluster:
     """As many GPUs of a cluster: whole nodes, or a part of one.
 
     Raises
@@ -53,9 +53,11 @@ def cluster_of(cluster: Cluster, gpus: int) -> Cluster:
     LayoutError
         The cluster has fewer, or nodes would be left in part.
     """
+    room = f"a part of one node of {cluster.gpus_per_node}, or whole ones of the {cluster.nodes}"
+    if not isinstance(gpus, int) or isinstance(gpus, bool):
+        raise InputError(f"gpus={gpus!r}: give {room}.")
     per_node = min(gpus, cluster.gpus_per_node)
     if not 0 < gpus <= cluster.gpus or gpus % per_node:
-        room = f"a part of one node of {cluster.gpus_per_node}, or whole ones of the {cluster.nodes}"
         raise LayoutError(f"gpus={gpus!r}: give {room}.")
     return msgspec.structs.replace(cluster, nodes=gpus // per_node, gpus_per_node=per_node)
 
@@ -87,7 +89,7 @@ _STEPS: tuple[tuple[tuple[str, ...], Mapping[str, pl.Expr]], ...] = (
 
 
 def candidates(
-    model: Transformer, cluster: Cluster, train: Training, gpus: Sequence[int], ranges: Mapping[str, object]
+    model: Transformer, cluster: Cluster, train: Training, gpus: Sequence[object], ranges: Mapping[str, object]
 ) -> pl.DataFrame:
     """Every combination of `AXES` whose sizes multiply to the number of GPUs, each once.
 
@@ -125,6 +127,9 @@ def candidates(
         frame = frame.with_columns(**off).unique(maintain_order=True) if off else frame
         if "ep" in names:
             frame = frame.filter(pl.col("tp") * _REPLICAS % (pl.col("ep") * _CUT) == 0)
+    if frame.is_empty():
+        asked = ", ".join(f"{name}={ranges[name]!r}" for name in ranges) or "the usual values"
+        raise LayoutError(f"no layout of {', '.join(map(str, gpus))} GPUs has {asked}: sizes must multiply to them.")
     return _with_reasons(frame, model, train)
 
 
@@ -137,17 +142,18 @@ def _with_nodes(frame: pl.DataFrame, per_node: int) -> pl.DataFrame:
 
 
 def _axes(
-    model: Transformer, cluster: Cluster, train: Training, gpus: Sequence[int], ranges: Mapping[str, object]
+    model: Transformer, cluster: Cluster, train: Training, gpus: Sequence[object], ranges: Mapping[str, object]
 ) -> dict[str, pl.Series]:
     """Values of each axis: those asked for, else the usual ones."""
     if unknown := set(ranges) - set(AXES):
         raise InputError(f"no axis is called {', '.join(sorted(unknown))}; there are: {', '.join(AXES)}.")
-    for number in gpus:
-        cluster_of(cluster, number)
-    divisors = [n for n in range(1, max(gpus) + 1) if any(number % n == 0 for number in gpus)]
+    if not gpus:
+        raise InputError("gpus=[]: give a number of GPUs, or several.")
+    counts = [cluster_of(cluster, number).gpus for number in gpus]
+    divisors = [n for n in range(1, max(counts) + 1) if any(number % n == 0 for number in counts)]
     inside = [n for n in divisors if n <= cluster.gpus_per_node]
     values: dict[str, object] = {
-        "gpus": gpus,
+        "gpus": counts,
         "tp": inside,
         "cp": inside,
         "pp": [n for n in divisors if n <= model.layers],
@@ -165,14 +171,25 @@ def _axes(
     return {name: _series(name, given) for name, given in {**values, **ranges}.items()}
 
 
+_WORDS: Mapping[str, tuple[object, ...]] = {
+    "schedule": tuple(CHUNKS), "cp_mode": ("ring", "all_gather"), "recompute": ("none", "selective", "full"),
+    "zero": (0, 1, 2, 3),
+}  # fmt: skip
+"""Values of the axes that have few."""
+
+
 def _series(name: str, given: object) -> pl.Series:
     """Distinct values of an axis, of its type."""
     wanted: type = {pl.String(): str, pl.Boolean(): bool, pl.Int64(): int}[AXES[name]]
     values: list[Any] = [*given] if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     least = {"zero": 0, "etp": 0, "shard": A_NODE}.get(name, 1)
+    if not values:
+        raise InputError(f"{name}={given!r}: give at least one value.")
     for value in values:
         if type(value) is not wanted or (type(value) is int and value < least):
             raise InputError(f"{name}={value!r}: give one {wanted.__name__} or several in a list.")
+        if value not in _WORDS.get(name, (value,)):
+            raise InputError(f"{name}={value!r}: there are {', '.join(map(repr, _WORDS[name]))}.")
     return pl.Series(name, values, dtype=AXES[name]).unique(maintain_order=True)
 
 

@@ -25,8 +25,9 @@ from lumos_nb.workloads.llm.contention import Timed, slowed
 from lumos_nb.workloads.llm.memory import memory
 from lumos_nb.workloads.llm.pricing import priced
 from lumos_nb.workloads.llm.stages import work
-from lumos_nb.workloads.llm.surcharges import Surcharges, bundled
+from lumos_nb.workloads.llm.surcharges import PRODUCTS, Surcharges, bundled
 
+ATTENTION = ("attention", "bmm")
 NORMAL_90 = 1.645
 """Standard deviations on each side of a normal 90 % interval."""
 
@@ -125,7 +126,8 @@ class Estimate:
         return self._flops(pl.lit(value=True)) / self._peak_flops
 
     def _flops(self, which: pl.Expr) -> float:
-        of_row = self.step.table.select(pl.when(which).then("flops").fill_null(0)).to_series().to_numpy()
+        counted = which & pl.col("op").is_in([*PRODUCTS, *ATTENTION])  # as is usual: products, and those of attention
+        of_row = self.step.table.select(pl.when(counted).then("flops").fill_null(0)).to_series().to_numpy()
         return float(of_row[self.step.row].sum()) * self.layout.world / self.layout.pp
 
     @property
@@ -270,7 +272,7 @@ def tables_of(
 ) -> list[pl.DataFrame]:
     """The priced work table of every virtual stage."""
     check(model, layout, train, cluster)
-    _refuse_endless(model, layout, train)
+    refuse_endless(model, layout, train)
     tables = [
         work(model, layout, train, depth).with_columns(stage=pl.lit(stage))
         for depth, stage in enumerate(stages_of(layout))
@@ -291,9 +293,12 @@ MOST_OPS = 30_000_000
 OPS_OF_A_LAYER = 40
 
 
-def _refuse_endless(model: Transformer, layout: Parallelism, train: Training) -> None:
+def refuse_endless(
+    model: Transformer, layout: Parallelism, train: Training, ops_of_a_layer: float = OPS_OF_A_LAYER
+) -> None:
+    """Raise LayoutError where a step has more ops than a memory holds."""
     count = train.micro_batches(layout)
-    ops = OPS_OF_A_LAYER * model.layers * count
+    ops = ops_of_a_layer * model.layers * count
     if ops > MOST_OPS:
         raise LayoutError(
             f"{model.layers:,} layers and {count:,} micro-batches are some {ops:.1e} ops a step, of at most "

@@ -48,7 +48,7 @@ def read_setup(graph: Graph, structure: Structure, parts: pl.DataFrame) -> Setup
     behind = behind.filter(pl.col("k") == hidden)
     model = Transformer(
         layers=len({layer for held in structure.layers.values() for layer in held}),
-        hidden=hidden, heads=heads * tp, kv_heads=keys * tp, ffn=ffn * tp,
+        hidden=hidden, heads=heads * tp, kv_heads=0 if keys == heads else keys * tp, ffn=ffn * tp,
         head_dim=0 if heads * tp * head == hidden else head,
         vocab=tables[0] if behind.is_empty() and tables else int(_only(behind.tail(1), "product of the head")["n"]),
         gated=gated > 1 or one.filter(pl.col("n") == 2 * ffn).height > 0,

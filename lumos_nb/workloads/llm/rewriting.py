@@ -22,6 +22,7 @@ from lumos_nb.layout import SIZE_OF, Cluster, Parallelism, Training, check
 from lumos_nb.repairs import REPORT
 from lumos_nb.traces.run import Run
 from lumos_nb.transformer import Transformer
+from lumos_nb.workloads.llm.estimates import refuse_endless, require_kinds
 from lumos_nb.workloads.llm.exchanging import (
     Prices,
     cut_points,
@@ -38,12 +39,18 @@ from lumos_nb.workloads.llm.splicing import splice
 from lumos_nb.workloads.llm.stacking import deepened, levelled
 from lumos_nb.workloads.llm.structure import MESSAGE, MESSAGES, WORK, Structure, find_structure
 
+MADE: dict[type, tuple[str, ...]] = {
+    Transformer: ("layers", "hidden", "heads", "head_dim", "ffn", "vocab", "name", "max_seq"),
+    Parallelism: ("tp", "pp", "dp", "chunks", "schedule", "split", "sequence_parallel"),
+    Training: ("micro_batch", "global_batch", "seq"),
+}
+"""Fields that a rewrite makes."""
 FIXED: dict[type, tuple[str, ...]] = {
-    Transformer: ("gated", "norm", "moe", "mla"),
+    Transformer: ("kv_heads", "gated", "norm", "moe", "mla"),
     Parallelism: ("cp", "ep", "etp", "zero", "shard"),
     Training: ("dtype", "recompute", "flash", "optimizer", "capacity", "imbalance"),
 }
-"""Fields that say which ops there are in ways that a rewrite does not make."""
+"""Fields that say which ops there are, which no rewrite changes; the others are left as the trace has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,26 +122,56 @@ def rewrite(
     >>> wide = rewrite(build_graph(run), hidden=256, ffn=1024)  # doctest: +SKIP
     >>> replay(wide).step_ns  # doctest: +SKIP
     """
-    known = graph if isinstance(graph, Rewritten) else None
-    current = of or (known.setup if known else None)
-    base, parts, setup = graph, known.parts if known else None, current
-    if known and known.measured and graph.ops is known.measured[3]:  # not edited since: start from what was measured
-        base, setup, parts, _ = known.measured
+    _require(of, cluster, onto)
+    base, current, was, parts = _start(graph, of)
     structure = find_structure(base)
     parts = _parts(base, run or base.run, needed=of is None) if parts is None else parts
     placed = _placed(parts, structure, base)
-    was = setup or read_setup(base, structure, placed)
-    target = _target(current or was, to, model, train, sizes)
-    blind = known is None and not (run or base.run)
-    edit = _Edit(base, structure, placed, was, target, calibration, cluster, onto, blind)
+    was = was or read_setup(base, structure, placed)
+    target, ignored = _target(current or was, to, model, train, sizes)
+    layers, count = max(was[0].layers, 1), max(was[2].micro_batches(was[1]), 1)
+    refuse_endless(*target, ops_of_a_layer=len(base.ops) / (layers * count))
+    seen = isinstance(graph, Rewritten) or run or base.run
+    edit = _Edit(base, structure, placed, was, target, calibration, cluster, onto, blind=not seen)
     made = edit.graph()
-    notes = pl.DataFrame(edit.notes, schema=REPORT, orient="row")
-    report = pl.concat([made.report, notes]) if made.report.height else notes
+    if ignored:
+        edit.notes.append(("not applied", None, len(ignored), 0, f"left as traced: {', '.join(ignored)}"))
+    report = pl.concat([made.report, pl.DataFrame(edit.notes, schema=REPORT, orient="row")])
     return Rewritten(
         made.ops, made.edges, made.step, report, made.queue_sizes, made.filled, base.run,
         setup=target, parts=edit.parts.select("op_id", *KERNEL, "time_ns"),
         measured=(base, was, parts, made.ops),
     )  # fmt: skip
+
+
+def _require(of: object, cluster: object, onto: object) -> None:
+    """Raise InputError for what is of another kind than it should be."""
+    require_setup(of)
+    for name, given in (("cluster", cluster), ("onto", onto)):
+        if given is not None:
+            require_kinds(**{name: (given, Cluster)})
+
+
+def _start(graph: Graph, of: Setup | None) -> tuple[Graph, Setup | None, Setup | None, pl.DataFrame | None]:
+    """The graph to start from, the setup that is changed, that of the graph, and its parts, as far as known.
+
+    A rewritten graph that was not edited since starts from what was measured: so edits do not add up errors.
+    """
+    if not isinstance(graph, Rewritten):
+        return graph, of, of, None
+    current = of or graph.setup
+    if graph.measured and graph.ops is graph.measured[3]:
+        base, was, parts, _ = graph.measured
+        return base, current, was, parts
+    return graph, current, current, graph.parts
+
+
+def require_setup(of: object) -> None:
+    """Raise InputError unless it is None, or a model, a layout and a training."""
+    kinds = (Transformer, Parallelism, Training)
+    is_setup = isinstance(of, tuple) and len(of) == len(kinds) and all(map(isinstance, of, kinds))
+    if of is not None and not is_setup:
+        raise InputError(f"of is {of!r:.60}; give (Transformer(...), Parallelism(...), Training(...)).")
 
 
 def _parts(graph: Graph, run: Run | None, *, needed: bool) -> pl.DataFrame:
@@ -156,8 +193,11 @@ def _placed(parts: pl.DataFrame, structure: Structure, graph: Graph) -> pl.DataF
 
 def _target(
     base: Setup, to: Parallelism | None, model: Transformer | None, train: Training | None, sizes: dict[str, Any]
-) -> Setup:
-    """What is asked for, checked."""
+) -> tuple[Setup, list[str]]:
+    """What is asked for, checked; and the fields of whole specs that no rewrite applies, which stay as they were."""
+    for name, given, kind in (("to", to, Parallelism), ("model", model, Transformer), ("train", train, Training)):
+        if given is not None:
+            require_kinds(**{name: (given, kind)})
     asked: list[Any] = [given or was for given, was in zip((model, to, train), base, strict=True)]
     owner = {name: i for i, spec in reversed([*enumerate(asked)]) for name in spec.__struct_fields__}
     if unknown := [name for name in sizes if name not in owner]:
@@ -165,17 +205,26 @@ def _target(
             f"{unknown[0]}={sizes[unknown[0]]!r}: no field of Transformer, Parallelism or Training is called so; there "
             f"are: {', '.join(sorted(owner))}."
         )
-    for i, spec in enumerate(asked):
+    ignored: list[str] = []
+    for i, (was, spec) in enumerate(zip(base, asked, strict=True)):
         own = {name: value for name, value in sizes.items() if owner[name] == i}
-        asked[i] = msgspec.structs.replace(spec, **own) if own else spec
-    for was, asks in zip(base, asked, strict=True):
-        for name in FIXED[type(was)]:
-            if getattr(asks, name) != (measured := getattr(was, name)):
+        asks = msgspec.structs.replace(spec, **own) if own else spec
+        if isinstance(asks, Transformer) and asks.keys == (
+            base[0].kv_heads or asks.heads
+        ):  # no key heads: as many as heads
+            asks = msgspec.structs.replace(asks, kv_heads=base[0].kv_heads)
+        differ = [name for name in asks.__struct_fields__ if getattr(asks, name) != getattr(was, name)]
+        for name in differ:
+            if name in FIXED[type(was)] or (name in own and name not in MADE[type(was)]):
+                measured = getattr(was, name)
                 advice = f"the trace has {measured!r}, which no rewrite changes: give that, or estimate() such a step"
                 raise asks.refusal(name, advice)
+        left = [name for name in differ if name not in MADE[type(was)]]
+        ignored += left
+        asked[i] = msgspec.structs.replace(asks, **{name: getattr(was, name) for name in left})
     model_, layout, training = asked
     check(model_, layout, training)
-    return model_, layout, training
+    return (model_, layout, training), ignored
 
 
 def _calibration(graph: Graph, given: Calibration | str | None) -> Calibration:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -53,7 +53,7 @@ class Found:
         InputError
             There is no such row.
         """
-        if not 0 <= row < self.frame.height:
+        if type(row) is not int or not 0 <= row < self.frame.height:
             raise InputError(f"row {row!r}: the search has {self.frame.height} layouts, counted from 0.")
         return candidate(self.frame.row(row, named=True), self.train, self.cluster)
 
@@ -90,7 +90,7 @@ class Found:
         return html_table(self._shown(), caption=self._caption())
 
     def _shown(self) -> pl.DataFrame:
-        varied = [name for name in AXES if self.feasible[name].n_unique() > 1]
+        varied = [name for name in AXES if self.feasible[name].n_unique() > 1] or [*AXES]
         return self.feasible.select(*varied, "memory_bytes", "step_s", "low_s", "high_s", "tokens_per_s")
 
     def _caption(self) -> str:
@@ -119,7 +119,7 @@ def search(
     train: Training,
     calibration: Calibration | None = None,
     *,
-    gpus: int | Iterable[int] | None = None,
+    gpus: int | Sequence[int] | None = None,
     keep: int = 64,
     executor: Executor | None = None,
     progress: Progress | None = None,
@@ -168,10 +168,8 @@ def search(
     >>> found.best.layout.world
     8
     """
-    require_kinds(model=(model, Transformer), cluster=(cluster, Cluster), train=(train, Training))
-    counts = [cluster.gpus] if gpus is None else [gpus] if isinstance(gpus, int) else sorted({*gpus})
-    if type(keep) is not int or keep < 0:
-        raise InputError(f"keep={keep!r}: give how many layouts are replayed.")
+    _require(model, cluster, train, surcharges, keep, executor, progress)
+    counts = [*gpus] if isinstance(gpus, list | tuple | range) else [cluster.gpus if gpus is None else gpus]
     say: Progress = progress or (lambda *_: None)
     calibration, extra = prices_of(cluster, calibration), bundled().every if surcharges is None else surcharges
     frame = _with_memory(candidates(model, cluster, train, counts, ranges), model, train, cluster)
@@ -185,6 +183,20 @@ def search(
     return Found(model, train, cluster, _ranked(frame, replayed, train))
 
 
+def _require(
+    model: object, cluster: object, train: object, surcharges: object, keep: object, executor: object, progress: object
+) -> None:
+    """Raise InputError for the first argument that is of another kind than it should be."""
+    require_kinds(model=(model, Transformer), cluster=(cluster, Cluster), train=(train, Training))
+    require_kinds(surcharges=(surcharges or Surcharges(), Surcharges))
+    if type(keep) is not int or keep < 0:
+        raise InputError(f"keep={keep!r}: give how many layouts are replayed.")
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress is {progress!r:.60}; give a function of three arguments.")
+    if executor is not None and not hasattr(executor, "map"):
+        raise InputError(f"executor is {executor!r:.60}; give one as concurrent.futures has.")
+
+
 def _screened(frame: pl.DataFrame, job: Job, say: Progress) -> pl.DataFrame:
     """With `screened_s`, the fastest first."""
     parts, done = [], 0
@@ -194,7 +206,7 @@ def _screened(frame: pl.DataFrame, job: Job, say: Progress) -> pl.DataFrame:
         parts.append(part.with_columns(screened_s=pl.Series(times).fill_nan(None)))
         done += part.height
         say("screen", done, frame.height)
-    return pl.concat(parts).sort("feasible", "screened_s", descending=[True, False], nulls_last=True)
+    return pl.concat(parts).sort("feasible", *_order("screened_s"), descending=_descending(1), nulls_last=True)
 
 
 def _with_memory(frame: pl.DataFrame, model: Transformer, train: Training, cluster: Cluster) -> pl.DataFrame:
@@ -231,4 +243,14 @@ def _ranked(frame: pl.DataFrame, replayed: Sequence[tuple[float, float, float]],
     frame = pl.concat([frame, times], how="horizontal").with_columns(step_s=pl.coalesce("replayed_s", "screened_s"))
     frame = frame.with_columns(tokens_per_s=train.global_batch * train.seq / pl.col("step_s"))
     there = pl.col("replayed_s").is_not_null()
-    return frame.sort("feasible", there, "step_s", descending=[True, True, False], nulls_last=True)
+    return frame.sort("feasible", there, *_order("step_s"), descending=_descending(2), nulls_last=True)
+
+
+def _order(time: str) -> tuple[str, ...]:
+    """By time, and by axes where times are equal, so that the order in which values were given does not matter."""
+    return (time, *AXES)
+
+
+def _descending(flags: int) -> list[bool]:
+    """Of so many flags, which come first where they hold, and `_order` behind them."""
+    return [True] * flags + [False] * len(_order("step_s"))

@@ -117,6 +117,8 @@ def _stages(model: Transformer, layouts: pl.DataFrame) -> tuple[pl.DataFrame, di
 
 def _messages(job: Job, times: PassTimes) -> tuple[Floats, float]:
     """What a message between stages takes, inside a node and between two, us: (cells, 2); and the host to issue it."""
+    if job.cluster.gpus == 1:  # nobody to send to, and no fabric that would price it
+        return np.zeros((len(times.message_bytes), 2)), 0.0
     sizes, of = np.unique(times.message_bytes, return_inverse=True)
     far = min(2, job.cluster.nodes)
     rows = [
