@@ -16,6 +16,7 @@ from lumos_nb.errors import LayoutError
 from lumos_nb.layout import Parallelism, Training, Transformer, problems
 from lumos_nb.workloads.llm.memory import CLASSES, memory, peak_bytes
 from lumos_nb.workloads.llm.schedule import in_flight, schedule
+from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.llm.table_rows import stages_by_cost
 from lumos_nb.workloads.llm.tensors import layer_tensors
 
@@ -237,6 +238,17 @@ def test_experts_are_spread_over_their_ranks_and_hold_the_tokens_that_come():
     busy = memory(model, Parallelism(dp=8, ep=8), msgspec.structs.replace(train, imbalance=1.5))
     capped = memory(model, Parallelism(dp=8, ep=8), msgspec.structs.replace(train, imbalance=1.5, capacity=1.2))
     assert of(spread, "activations") < of(capped, "activations") < of(busy, "activations")
+
+
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 1.25, 2.0])
+def test_buffers_of_a_capacity_hold_what_ranks_exchange_however_uneven_the_routing(capacity):
+    model, layout = Transformer.named("mixtral-8x7b"), Parallelism(dp=8, ep=8)
+    train = Training(micro_batch=1, global_batch=64, seq=4096, capacity=capacity, imbalance=1.5)
+    sent = work(model, layout, train).filter(pl.col("collective") == "all_to_all", pl.col("layer") == 0)["size_bytes"]
+    assert sent.unique().to_list() == [8 * (4096 * 2 / 8 * capacity) * 4096 * 2]  # experts, tokens each, hidden, bytes
+    tensors = layer_tensors(model, layout, train, experts=True)
+    assert tensors.size_bytes["slots"] == sent[0]
+    assert tensors.kept()["expert up"] == 2 * 14336 * 4096 * 2 * capacity * 2
 
 
 def test_latent_attention_keeps_its_narrow_tensors():

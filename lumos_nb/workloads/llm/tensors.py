@@ -223,7 +223,7 @@ def _experts(
     """Router, experts with the tokens sent to them, and what all tokens share."""
     assert model.moe is not None
     moe, cut = model.moe, layout.expert_tp
-    busiest = min(train.imbalance, train.capacity) if train.capacity else train.imbalance
+    busiest = train.capacity or train.imbalance  # buffers of a capacity are filled up to it on every rank
     tokens = (at.part * cut if at.spread else at.whole) * moe.topk * busiest
     sent = model.hidden * tokens * at.number
     sizes |= {"slots": sent, "shares of experts": 4 * moe.experts * at.part, "routed": sizes["mlp normed"]}
