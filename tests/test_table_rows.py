@@ -95,6 +95,10 @@ def test_pandas_and_polars_read_the_shared_table_alike(measured):
         ({"sharding": "sliced"}, "column sharding is 'sliced'; give ddp"),
         ({"recompute": "maybe"}, "column recompute is 'maybe'; give none"),
         ({"precision": "posit8"}, "column precision is 'posit8'; give one of"),
+        ({"precision": "int8"}, "give one of fp8, bf16, fp16, tf32, fp32"),
+        ({"layers": 3, "pp": 8, "dp": 1}, "column pp is 8; 3 layers leave some of 8 stages empty: give fewer"),
+        ({"layers": 3, "pp": 8, "dp": 1, "source": "nanotron"}, "column pp is 8; 3 layers leave some"),
+        ({"layers": 13, "pp": 8, "dp": 1, "vp": 2}, "column vp is 2; 13 layers leave some of 16 stages empty"),
         ({"notes": "schedule=v-half"}, "no schedule is called 'v-half'"),
         ({"gpu": "V100", "precision": "bf16"}, "dtype is 'bf16'; V100-SXM-32GB computes in"),
         ({"row_id": "L7", "seq": None}, "row L7: column seq"),
@@ -147,7 +151,26 @@ def test_a_vocabulary_is_found_by_the_number_of_parameters_and_filled_up():
     assert setup.model.vocab == 250880
     assert "vocab is not stated: 250880, which fits params_b best of usual ones" in setup.assumptions
     assert read_row(GPT | {"vocab": 50257}).model.vocab == 50432
-    assert "params_b is 900, but the sizes make 1.316" in read_row(GPT | {"params_b": 900}).assumptions
+
+
+@pytest.mark.parametrize(
+    ("stated", "line"),
+    [
+        (900, "params_b is 900, but the sizes make 1.316"),
+        (1.55, "params_b is 1.55, but the sizes make 1.316"),
+        (1.3, None),
+        (1.21, None),  # 1.208 without the ends, and 9 % off with them
+    ],
+)
+def test_a_number_of_parameters_that_the_sizes_contradict_is_said(stated, line):
+    found = [line for line in read_row(GPT | {"params_b": stated}).assumptions if line.startswith("params_b")]
+    assert found == ([line] if line else [])
+
+
+def test_a_number_of_parameters_may_leave_out_the_ends():
+    line = "params_b is 7, but the sizes make 8.03, with the embedding and the head, which it seems to leave out"
+    assert line in read_row(LLAMA | {"params_b": 7}).assumptions
+    assert line not in read_row(LLAMA | {"params_b": 8}).assumptions
 
 
 @pytest.mark.parametrize(
