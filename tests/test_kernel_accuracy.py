@@ -212,3 +212,9 @@ def test_rows_say_where_the_tree_is_better():
     assert "the tree is better on 1, by most (3.0 points) on A40, b" in mean.note
     assert found[f"kernels/{family}, all, median"].met is False
     assert found[f"kernels/{family}, A40, mean"].value == pytest.approx(6.5)
+
+
+@pytest.mark.parametrize(("width", "met"), [(40.0, True), (42.9, False)])
+def test_intervals_wider_than_constant_ones_are_a_miss(width, met):
+    row = accuracy.width_row("half gemm", width, 42.867776, "")
+    assert (row.met, row.target, row.baseline_value) == (met, "<= 42.87", 42.867776)
