@@ -1,6 +1,7 @@
 """Predicted against measured, on every recording at hand: `python -m benchmarks.accuracy` writes accuracy.json.
 
-Recordings of others (`../shared/traces`) are measured where they lie; without them their rows stay as they are.
+Recordings and figures of others (`../shared/traces`, `../shared/measured`) are read where they lie; without them their
+rows stay as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 import polars as pl
 
-from benchmarks import TRACES
+from benchmarks import MEASURED, TRACES
 from benchmarks.collective_accuracy import collective_rows
 from benchmarks.cpu_accuracy import cpu_rows
 from benchmarks.fit_surcharges import surcharge_rows
@@ -18,6 +19,7 @@ from benchmarks.frictions import friction_rows
 from benchmarks.interventions import intervention_rows
 from benchmarks.kernel_accuracy import kernel_rows
 from benchmarks.llm_accuracy import llm_rows
+from benchmarks.llm_uses import blackwell_rows, use_rows
 from benchmarks.memory_accuracy import memory_rows
 from benchmarks.overhead_accuracy import overhead_rows
 from benchmarks.pipelines import pipeline_rows
@@ -162,14 +164,16 @@ def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:
 
 def main() -> None:
     """Measure what is at hand and write it down."""
-    rows = [*bundled_rows(), *kernel_rows(), *collective_rows(), *cpu_rows(), *intervention_rows()]
+    rows = [*bundled_rows(), *kernel_rows(), *cpu_rows(), *intervention_rows()]
     if TRACES.is_dir():
         rows += trace_rows()
         rows += pipeline_rows(TRACES)
         rows += [*overhead_rows(), *friction_rows(), *surcharge_rows(), *trace_kernel_rows(), *schedule_rows(TRACES)]
-        rows += [*memory_rows(), *llm_rows()]
-    else:
-        print(f"no {TRACES}: rows of other people's recordings stay as they are", file=sys.stderr)
+    if MEASURED.is_dir():
+        rows += [*collective_rows(), *memory_rows(), *llm_rows(), *use_rows(), *blackwell_rows()]
+    for folder in (TRACES, MEASURED):
+        if not folder.is_dir():
+            print(f"no {folder}: rows of what others recorded or published there stay as they are", file=sys.stderr)
     record(ACCURACY, rows)
     for row in rows:
         print(f"{row.name:45} {row.value:10.3f} {row.unit:14} {row.baseline} {row.baseline_value or ''} {row.target}")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from benchmarks import MEASURED
+from benchmarks import published
 from benchmarks.baselines_collectives import BASELINES, bus, related
 from benchmarks.kernel_accuracy import errors
 from benchmarks.rows import Row
@@ -97,14 +97,12 @@ def samples() -> pl.DataFrame:
     The latter is how far log(time) lies from the line between its neighbours in log(size), over what that would be for
     independent noise of one: curvature and a library's steps are in it, so it is an upper bound.
     """
-    published = pl.read_csv(MEASURED / "collectives.csv", infer_schema_length=None)
-    published = published.filter(priceable(published) & ~pl.any_horizontal(LEFT_OUT.values())).sort(
-        *SWEEP, "size_bytes"
-    )
+    rows = pl.read_csv(published("collectives.csv"), infer_schema_length=None)
+    rows = rows.filter(priceable(rows) & ~pl.any_horizontal(LEFT_OUT.values())).sort(*SWEEP, "size_bytes")
     size, time = SIZE.log(), pl.col("time_us").log()
     share = (size - size.shift(1)) / (size.shift(-1) - size.shift(1))
     bend = time - time.shift(1) * (1 - share) - time.shift(-1) * share
-    return published.with_columns(
+    return rows.with_columns(
         scatter=(bend.abs() / (1 + share**2 + (1 - share) ** 2).sqrt()).over(SWEEP),
         sweep=pl.struct(SWEEP).rank("dense"),
     )
@@ -208,10 +206,10 @@ def _mean(values: pl.Series) -> float:
 
 def disagreements(tolerance: float = 0.01) -> pl.DataFrame:
     """Published rows whose printed bus bandwidth is not size / time x factor, beyond the digits it is printed with."""
-    published = pl.read_csv(MEASURED / "collectives.csv", infer_schema_length=None)
-    rate = pl.Series(bus(published)) / published["time_us"] / 1e3
-    off = (published["published_busbw"] - rate).abs()
-    return published.with_columns(recomputed_busbw=rate).filter((off > 0.005 + 1e-6) & (off / rate > tolerance))
+    rows = pl.read_csv(published("collectives.csv"), infer_schema_length=None)
+    rate = pl.Series(bus(rows)) / rows["time_us"] / 1e3
+    off = (rows["published_busbw"] - rate).abs()
+    return rows.with_columns(recomputed_busbw=rate).filter((off > 0.005 + 1e-6) & (off / rate > tolerance))
 
 
 def repeats() -> pl.DataFrame:

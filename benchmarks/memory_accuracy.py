@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 import polars as pl
 
-from benchmarks import MEASURED
+from benchmarks import published
 from benchmarks.rows import Row
 from lumos_nb.layout import Parallelism, Training, Transformer
 from lumos_nb.workloads.llm.memory import peak_bytes
@@ -65,7 +65,7 @@ def held_out_error(rows: pl.DataFrame, mode: str) -> float:
 
 def memory_rows() -> Iterator[Row]:
     """Rows of the grid: errors by mode, of what no mode changes, and layouts called infeasible."""
-    grid = pl.read_csv(MEASURED / "llm_training.csv", infer_schema_length=None)
+    grid = pl.read_csv(published("llm_training.csv"), infer_schema_length=None)
     rows = predicted(grid.filter(pl.col("source").str.contains("nanotron"), pl.col("mem_gb").is_not_null()))
     for i, mode in enumerate(MODES):
         bias = rows.select((pl.col(mode) / pl.col("mem_gb")).median()).item()
@@ -85,7 +85,7 @@ def memory_rows() -> Iterator[Row]:
 
 def infeasible_rows(ran: pl.DataFrame) -> Iterator[Row]:
     """How many failed layouts do not fit by the prediction, and how many that ran do not."""
-    failed = predicted(pl.read_csv(MEASURED / "llm_infeasible.csv", infer_schema_length=None))
+    failed = predicted(pl.read_csv(published("llm_infeasible.csv"), infer_schema_length=None))
     for i, mode in enumerate(MODES):
         too_much, wrongly = (100 * float((rows[mode] > DEVICE_GIB).mean()) for rows in (failed, ran))
         note = f"of {failed.height} that crashed or ran out of memory; limit {DEVICE_GIB:.1f} GiB"

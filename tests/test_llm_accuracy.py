@@ -7,7 +7,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from benchmarks import llm_accuracy
+import benchmarks
+from benchmarks import llm_accuracy, llm_uses
 from benchmarks.llm_accuracy import Score, factor_of_others, noise, one_run_known, protocols, ratios, regrets
 from benchmarks.llm_peers import Job, calculon_like, six_pt
 from lumos_nb.layout import Cluster, Parallelism, Training
@@ -108,3 +109,18 @@ def test_calculons_bubble_is_that_of_1f1b():
     pipeline = JOB._replace(layout=Parallelism(pp=4, dp=2), train=Training(micro_batch=2, global_batch=16, seq=2048))
     longer = pipeline._replace(train=msgspec.structs.replace(pipeline.train, global_batch=64))
     assert calculon_like(longer) / calculon_like(pipeline) == pytest.approx((16 + 3) / (4 + 3), rel=0.05)
+
+
+def test_every_row_of_the_published_table_has_one_use(measured):
+    rows = {row.name.partition("/")[2]: row for row in llm_uses.use_rows()}
+    every = pl.read_csv(measured / "llm_training.csv", infer_schema_length=None)
+    suspect = every["notes"].fill_null("").str.contains("SUSPECT").sum()
+    assert sum(row.value for row in rows.values()) == every.height
+    assert rows["left out"].value == suspect > 0
+    assert rows["scored"].value > every.height / 2
+
+
+def test_without_the_published_figures_a_benchmark_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmarks, "MEASURED", tmp_path)
+    with pytest.raises(SystemExit, match=r"llm_training.csv is not there: put the folder .* beside the checkout"):
+        next(llm_uses.use_rows())
