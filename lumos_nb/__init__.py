@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from lumos_nb.traces.perfetto import write_perfetto as write_perfetto
     from lumos_nb.traces.run import Run as Run
     from lumos_nb.traces.run import load_run as load_run
+    from lumos_nb.transformer import Mla as Mla
+    from lumos_nb.transformer import Moe as Moe
     from lumos_nb.transformer import Transformer as Transformer
     from lumos_nb.workloads.llm.estimates import Estimate as Estimate
     from lumos_nb.workloads.llm.estimates import estimate as estimate
@@ -68,7 +70,9 @@ if TYPE_CHECKING:
     from lumos_nb.workloads.llm.screening import search as search
     from lumos_nb.workloads.llm.structure import Structure as Structure
     from lumos_nb.workloads.llm.structure import find_structure as find_structure
+    from lumos_nb.workloads.llm.surcharges import Surcharges as Surcharges
     from lumos_nb.workloads.llm.table_rows import estimate_row as estimate_row
+    from lumos_nb.workloads.llm.table_rows import read_row as read_row
 
 _MODULES = {
     "lumos_nb.traces.run": ("Run", "load_run"),
@@ -85,13 +89,14 @@ _MODULES = {
     "lumos_nb.resampling": ("jitter", "step_interval"),
     "lumos_nb.symmetry": ("fill_ranks",),
     "lumos_nb.config": ("Fabric", "Gpu", "find_fabric", "find_gpu"),
-    "lumos_nb.transformer": ("Transformer",),
+    "lumos_nb.transformer": ("Mla", "Moe", "Transformer"),
     "lumos_nb.layout": ("Cluster", "Parallelism", "Training"),
     "lumos_nb.workloads.llm.estimates": ("Estimate", "estimate"),
     "lumos_nb.workloads.llm.rewriting": ("rewrite",),
     "lumos_nb.workloads.llm.structure": ("Structure", "find_structure"),
     "lumos_nb.workloads.llm.screening": ("Found", "search"),
-    "lumos_nb.workloads.llm.table_rows": ("estimate_row",),
+    "lumos_nb.workloads.llm.surcharges": ("Surcharges",),
+    "lumos_nb.workloads.llm.table_rows": ("estimate_row", "read_row"),
     "lumos_nb.costs.calibration": ("Calibration", "load_calibration"),
     "lumos_nb.costs.fitting": ("calibrate",),
     "lumos_nb.costs.host": ("overheads",),

@@ -73,6 +73,18 @@ class Moe(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Layers before `first` are dense, and of the others every `every`-th has experts. `router_bias` is one number an
     expert that steers the routing (DeepSeek-V3).
+
+    Raises
+    ------
+    LayoutError
+        A size is not positive, or `topk` exceeds `experts`; the message names field and value.
+
+    Examples
+    --------
+    >>> lite = Moe(experts=64, topk=6, ffn=1408, shared=2, first=1)                  # DeepSeek-V2-Lite
+    >>> sizes = {"layers": 27, "hidden": 2048, "heads": 16, "ffn": 10944, "vocab": 102400}
+    >>> round(Transformer(**sizes, moe=lite, mla=Mla(kv_rank=512)).size / 1e9, 1)    # its authors say 15.7 billion
+    15.7
     """
 
     experts: int
@@ -94,6 +106,16 @@ class Mla(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Ranks of the compressed queries (None: not compressed) and of keys and values, and the sizes of a head: `nope`
     without and `rope` with rotation for queries and keys, `v` for values.
+
+    Raises
+    ------
+    LayoutError
+        A size is not positive; the message names field and value.
+
+    Examples
+    --------
+    >>> Transformer.named("deepseek-v3").mla == Mla(kv_rank=512, q_rank=1536)
+    True
     """
 
     kv_rank: int
