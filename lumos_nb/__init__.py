@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from lumos_nb.stragglers import with_pooled_durations as with_pooled_durations
     from lumos_nb.stragglers import without_stragglers as without_stragglers
     from lumos_nb.symmetry import fill_ranks as fill_ranks
+    from lumos_nb.traces.execution_trace import ExecutionTrace as ExecutionTrace
+    from lumos_nb.traces.execution_trace import load_execution_trace as load_execution_trace
     from lumos_nb.traces.perfetto import write_perfetto as write_perfetto
     from lumos_nb.traces.run import Run as Run
     from lumos_nb.traces.run import load_run as load_run
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "lumos_nb.traces.run": ("Run", "load_run"),
     "lumos_nb.traces.perfetto": ("write_perfetto",),
+    "lumos_nb.traces.execution_trace": ("ExecutionTrace", "load_execution_trace"),
     "lumos_nb.ops": ("build_ops",),
     "lumos_nb.graph": ("Graph", "Recording", "build_graph"),
     "lumos_nb.steady": ("repeat",),

@@ -63,7 +63,7 @@ REFUSED_KEYS = (
     (
         {"schema", "nodes"},
         "a PyTorch execution trace",
-        "the reader of execution traces (lumos_nb.traces.execution_trace) takes it",
+        "load_execution_trace (lumos_nb.traces.execution_trace) takes it",
     ),
     ({"workload_graph"}, "a Chakra trace as JSON", _CHAKRA),
 )

@@ -1,0 +1,268 @@
+"""Nodes of an execution trace: the text of its file to one row a node."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from lumos_nb.errors import TraceError, UnsupportedFormat
+from lumos_nb.traces import execution_tables as tables
+from lumos_nb.traces._event_kernels import Int64s
+from lumos_nb.traces.exact import nanoseconds
+from lumos_nb.traces.execution_tables import COMM_NODE, GROUP_NODE, Side
+from lumos_nb.traces.json_stream import UNDECODABLE, Blocks
+from lumos_nb.traces.json_text import mend
+
+FIRST_SCHEMA, FIRST_NESTED, LAST_SCHEMA = (1, 0, 1), (1, 0, 2), (1, 1, 1)
+"""Versions that are read; from FIRST_NESTED on a node has lists of attributes, and objects of its arguments."""
+
+NODES = {
+    "node_id": pl.Int64(),
+    "parent": pl.Int64(),
+    "name": pl.String(),
+    "kind": pl.String(),
+    "rf_id": pl.Int64(),
+    "forward_parent": pl.Int64(),
+    "sequence": pl.Int64(),
+    "scope": pl.Int64(),
+    "thread": pl.Int64(),
+    "forward_thread": pl.Int64(),
+    "op_schema": pl.String(),
+    "kernel_backend": pl.String(),
+    "kernel_file": pl.String(),
+    "tensor_range": pl.String(),
+    "start_ns": pl.Int64(),
+    "dur_ns": pl.Int64(),
+    "category": pl.String(),
+    "args": pl.String(),
+}
+_SAID = {"forward_parent": "fw_parent", "sequence": "seq_id", "thread": "tid", "forward_thread": "fw_tid"}
+ATTRIBUTE_OF = {name: _SAID.get(name, name) for name in list(NODES)[4:14]}
+"""Column -> the attribute that it holds."""
+
+_USER_SCOPE = 7  # of torch's RecordScope
+_FRAME = r"^\[pytorch\|profiler\|execution_(?:trace|graph)\|(process|thread)\]$"
+_VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:-chakra\.[\d.]+)?")
+_PLACE = re.compile(r"`\$\[(\d+)\]")
+
+_Raw = msgspec.Raw
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Node(msgspec.Struct, gc=False, kw_only=True):
+    """What a node has in every schema; times and arguments only if a linker has added them."""
+
+    id: _Id
+    name: str
+    ts: _Raw = _Raw(b"")
+    dur: _Raw = _Raw(b"")
+    cat: str | None = None
+    args: _Raw = _Raw(b"")
+
+
+class Flat(Node, gc=False, kw_only=True):
+    """A node of schema 1.0.1; device work that a linker has added lacks what is null here."""
+
+    parent: _Int64 | None = None
+    rf_id: _Int64 | None = None
+    fw_parent: _Int64 | None = None
+    seq_id: _Int64 | None = None
+    scope: _Int64 | None = None
+    tid: _Int64 | None = None
+    fw_tid: _Int64 | None = None
+    op_schema: str | None = None
+    inputs: _Raw
+    input_shapes: _Raw
+    input_types: _Raw
+    outputs: _Raw
+    output_shapes: _Raw
+    output_types: _Raw
+
+
+class _Arguments(msgspec.Struct, gc=False):
+    values: _Raw
+    shapes: _Raw
+    types: _Raw
+    strides: _Raw = _Raw(b"")
+
+
+class Nested(Node, gc=False, kw_only=True):
+    """A node of schema 1.0.2 and later."""
+
+    parent: _Int64 | None = msgspec.field(name="ctrl_deps", default=None)
+    inputs: _Arguments
+    outputs: _Arguments
+    attrs: _Raw = _Raw(b"[]")
+
+
+class File(msgspec.Struct):
+    """An execution trace, its nodes as text."""
+
+    schema: str
+    nodes: _Raw
+    pid: Any = None
+    time: Any = None
+    start_ts: Any = None
+    finish_ts: Any = None
+
+
+_FILE, _FLAT, _NESTED = msgspec.json.Decoder(File), msgspec.json.Decoder(list[Flat]), msgspec.json.Decoder(list[Nested])
+
+
+def read_file(path: Path) -> File:
+    """The file, decompressed and decoded as far as its nodes; TraceError if it is none."""
+    if not path.is_file():
+        raise TraceError("it is no file: give the path of an execution trace, or of a folder of them.")
+    blocks = Blocks(path)
+    text = b"".join(blocks)
+    if blocks.damage:
+        raise TraceError(f"it cannot be read: {blocks.damage}. Copy it again, or record it again.")
+    try:
+        text.decode()
+        return _FILE.decode(text)
+    except UnicodeDecodeError as error:
+        raise TraceError(f"it is no UTF-8 at byte {error.start:,}: {error.reason}.") from error
+    except UNDECODABLE:
+        pass
+    try:
+        return _FILE.decode(mend(text))  # numbers that are not finite, control characters in strings
+    except UNDECODABLE as error:
+        raise TraceError(
+            f"its {len(text):,} bytes are no JSON object with a schema and nodes ({error}). An observer that is not "
+            "stopped and unregistered leaves a file without an end: record it again."
+        ) from error
+
+
+def nodes_of(file: File) -> list[Flat] | list[Nested]:
+    """The nodes, of the struct of the file's schema; TraceError naming the first that cannot be read."""
+    nested = _version(file.schema) >= FIRST_NESTED
+    nodes: list[Flat] | list[Nested]
+    try:
+        nodes = _NESTED.decode(file.nodes) if nested else _FLAT.decode(file.nodes)
+    except UNDECODABLE as error:
+        raise TraceError(_which_node(file.nodes, str(error))) from error
+    if not nodes:
+        raise TraceError("its list of nodes is empty: nothing was recorded.")
+    return nodes
+
+
+def _version(schema: str) -> tuple[int, ...]:
+    if not (found := _VERSION.fullmatch(schema)):
+        raise TraceError(f"its schema {schema[:40]!r} is no version such as 1.1.1-chakra.0.0.4.")
+    version = tuple(map(int, found.groups()))
+    if not FIRST_SCHEMA <= version <= LAST_SCHEMA:
+        first, last = (".".join(map(str, known)) for known in (FIRST_SCHEMA, LAST_SCHEMA))
+        age = "newer" if version > LAST_SCHEMA else "older"
+        raise UnsupportedFormat(
+            f"its schema {schema} is {age} than those that are read here, {first} to {last}: record it with a release "
+            "of torch that writes one of these."
+        )
+    return version
+
+
+def _which_node(text: _Raw, error: str) -> str:
+    """What is wrong with which node."""
+    if not (place := _PLACE.search(error)):
+        return f"its nodes cannot be read: {error}."
+    node = msgspec.json.decode(text, type=list[_Raw])[int(place[1])]
+    try:
+        said = msgspec.json.decode(node, type=dict[str, _Raw])
+        name = ", ".join(
+            f"{key} {bytes(said[key])[:80].decode(errors='replace')}" for key in ("id", "name") if key in said
+        )
+    except UNDECODABLE:
+        name = repr(bytes(node)[:80])
+    return f"node {place[1]} of its list ({name}): {error}."
+
+
+def sides(nodes: list[Flat] | list[Nested]) -> tuple[Side, Side]:
+    """Inputs and outputs of all nodes, as text."""
+    if isinstance(nodes[0], Flat):
+        return (
+            Side([n.inputs for n in nodes], [n.input_shapes for n in nodes], [n.input_types for n in nodes], None),
+            Side([n.outputs for n in nodes], [n.output_shapes for n in nodes], [n.output_types for n in nodes], None),
+        )
+    have = [bool(one.strides) for node in nodes for one in (node.inputs, node.outputs)]
+    if any(have) and not all(have):
+        raise TraceError(f"node {nodes[have.index(False) // 2].id} has no strides where other nodes have some.")
+    return _side([n.inputs for n in nodes], have[0]), _side([n.outputs for n in nodes], have[0])
+
+
+def _side(each: list[_Arguments], strided: bool) -> Side:
+    strides = [one.strides for one in each] if strided else None
+    return Side([one.values for one in each], [one.shapes for one in each], [one.types for one in each], strides)
+
+
+def node_table(
+    nodes: list[Flat] | list[Nested], attributes: dict[str, pl.DataFrame], ids: Int64s
+) -> tuple[pl.DataFrame, int]:
+    """`NODES` in the file's order, and how many name a parent that is not there."""
+    own: dict[str, Any]
+    if isinstance(nodes[0], Flat):
+        own = {name: [getattr(node, said, None) for node in nodes] for name, said in ATTRIBUTE_OF.items()}
+    else:
+        own = {name: tables.column(attributes.get(said), name, NODES[name], ids) for name, said in ATTRIBUTE_OF.items()}
+    linked = any(node.dur for node in nodes)
+    frame = pl.DataFrame(
+        {
+            "node_id": ids,
+            "name": [node.name for node in nodes],
+            **own,
+            "start_ns": [nanoseconds(node.ts) for node in nodes] if linked else None,
+            "dur_ns": [nanoseconds(node.dur) for node in nodes] if linked else None,
+            "category": [node.cat for node in nodes] if linked else None,
+            "args": [bytes(node.args).decode() or None for node in nodes] if linked else None,
+            "parent": [node.parent for node in nodes],
+        },
+        schema_overrides=NODES | {"kind": pl.String()},
+    )
+    parent, lost = _checked_parents(frame)
+    frame = frame.with_columns(parent, kind=_kind())
+    return frame.select(list(NODES)), lost
+
+
+def _kind() -> pl.Expr:
+    name = pl.col("name")
+    frame = name.str.extract(_FRAME)
+    return (
+        pl.when(frame.is_not_null())
+        .then(frame)
+        .when(name == GROUP_NODE)
+        .then(pl.lit("group"))
+        .when(name == COMM_NODE)
+        .then(pl.lit("comm"))
+        .when(pl.col("op_schema").str.len_bytes() > 0)
+        .then(pl.lit("operator"))
+        .when(pl.col("scope") == _USER_SCOPE)
+        .then(pl.lit("annotation"))
+        .when(pl.col("rf_id").is_null())
+        .then(pl.lit("device"))  # added by a linker
+        .otherwise(pl.lit("function"))
+    )
+
+
+def _checked_parents(frame: pl.DataFrame) -> tuple[pl.Series, int]:
+    """The parents, null at roots, and how many of the others are no node; TraceError for repeated ids and circles."""
+    ids, parents = frame["node_id"], frame["parent"]
+    if repeated := frame.filter(ids.is_duplicated())["node_id"].head(1).to_list():
+        at = (ids == repeated[0]).arg_true().to_list()
+        raise TraceError(f"node {repeated[0]} is there {len(at)} times, at {at[0]} and {at[1]} of its list.")
+    is_process = frame["name"].str.contains(_FRAME) & (ids == parents)
+    parents = frame.select(pl.when(~is_process).then("parent"))["parent"]
+    order = ids.arg_sort().to_numpy()
+    at = np.minimum(np.searchsorted(ids.to_numpy()[order], parents.fill_null(-1)), len(ids) - 1)
+    above = order[at].astype(np.int64)
+    here = (ids.to_numpy()[above] == parents.fill_null(-1).to_numpy()) & parents.is_not_null().to_numpy()
+    above = np.append(np.where(here, above, len(ids)), len(ids))  # one more node, above all
+    for _ in range(len(ids).bit_length()):
+        above = above[above]
+    if (circle := np.flatnonzero(above[:-1] < len(ids))).size:
+        node_id, name, parent = frame["node_id"][int(circle[0])], frame["name"][int(circle[0])], parents[int(circle[0])]
+        raise TraceError(f"node {node_id} ({name}) is its own ancestor, through its parent {parent}.")
+    return parents, int(len(ids) - here.sum() - parents.null_count())
