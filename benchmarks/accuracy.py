@@ -19,7 +19,7 @@ from benchmarks.frictions import friction_rows
 from benchmarks.interventions import intervention_rows
 from benchmarks.kernel_accuracy import kernel_rows
 from benchmarks.llm_accuracy import llm_rows
-from benchmarks.llm_uses import blackwell_rows, use_rows
+from benchmarks.llm_uses import beside_rows, blackwell_rows, use_rows
 from benchmarks.memory_accuracy import memory_rows
 from benchmarks.overhead_accuracy import overhead_rows
 from benchmarks.pipelines import pipeline_rows
@@ -170,7 +170,8 @@ def main() -> None:
         rows += pipeline_rows(TRACES)
         rows += [*overhead_rows(), *friction_rows(), *surcharge_rows(), *trace_kernel_rows(), *schedule_rows(TRACES)]
     if MEASURED.is_dir():
-        rows += [*collective_rows(), *memory_rows(), *llm_rows(), *use_rows(), *blackwell_rows()]
+        scored = [*llm_rows()]
+        rows += [*collective_rows(), *memory_rows(), *scored, *beside_rows(scored), *use_rows(), *blackwell_rows()]
     for folder in (TRACES, MEASURED):
         if not folder.is_dir():
             print(f"no {folder}: rows of what others recorded or published there stay as they are", file=sys.stderr)

@@ -1,14 +1,14 @@
-"""What the rows of the published table of training runs are used for, and a part of a source that is scored apart."""
+"""What the rows of the published table of training runs are used for, a part of a source apart, and who does better."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import polars as pl
 
 from benchmarks import published
 from benchmarks.llm_accuracy import BF16, PEERS, Score, noise, ours, predictions, ratios, table
-from benchmarks.rows import Row
+from benchmarks.rows import ACCURACY, Row, read
 
 LEFT_OUT = "left out"
 MEANT = {
@@ -39,6 +39,28 @@ def blackwell_rows() -> Iterator[Row]:
     yield Row(name, score.mean, "%", "Calculon-like", beside.mean, noise(runs), note=note)
 
 
+CALCULON = {
+    # row of ours: mean error or regret of Calculon, and on what
+    "llm_steps/vTrain, zero-shot, mean": (38.9, "all 1,440 rows of the source"),
+    "llm_regret/vTrain, mean": (10.0, "136 groups of all rows of the source"),
+}
+"""Its authors' code (caa4b11) on vTrain's rows of one node, no limit of memory: ../shared/research has the run."""
+
+
+def beside_rows(scored: Iterable[Row]) -> Iterator[Row]:
+    """Rows of `step_rows` and `regret_rows` beside Calculon itself, and those on which a closed form does better."""
+    for row in scored:
+        name = row.name.replace("/", ": ").removeprefix("llm_")
+        if row.name in CALCULON:
+            error, of = CALCULON[row.name]
+            yield Row(f"llm_calculon/{name}", row.value, "%", "Calculon", error, note=f"its authors' code on {of}")
+        if row.group in ("llm_steps", "llm_regret") and row.baseline_value is not None:
+            errors = {row.baseline: row.baseline_value, "6PT": float(row.note.rpartition("6PT ")[2])}
+            best = min(errors, key=lambda peer: errors[peer])
+            if errors[best] < row.value:
+                yield Row(f"llm_beaten/{name}", row.value, "%", best, errors[best])
+
+
 if __name__ == "__main__":
-    for row in (*use_rows(), *blackwell_rows()):
+    for row in (*use_rows(), *blackwell_rows(), *beside_rows(read(ACCURACY))):
         print(f"{row.name:60} {row.value:7.2f} {row.unit:15} {row.baseline_value or 0:7.2f} {row.note}")

@@ -11,6 +11,7 @@ import benchmarks
 from benchmarks import llm_accuracy, llm_uses
 from benchmarks.llm_accuracy import Score, factor_of_others, noise, one_run_known, protocols, ratios, regrets
 from benchmarks.llm_peers import Job, calculon_like, six_pt
+from benchmarks.rows import Row
 from lumos_nb.layout import Cluster, Parallelism, Training
 from lumos_nb.transformer import Transformer
 
@@ -118,6 +119,23 @@ def test_every_row_of_the_published_table_has_one_use(measured):
     assert sum(row.value for row in rows.values()) == every.height
     assert rows["left out"].value == suspect > 0
     assert rows["scored"].value > every.height / 2
+
+
+def test_closed_forms_that_do_better_are_named():
+    note = "8 rows; median 2.0; 6PT 3.1"
+    rows = [
+        Row("llm_steps/a, one run, mean", 4.0, "%", "Calculon-like", 2.5, note=note),
+        Row("llm_steps/b, one run, mean", 4.0, "%", "Calculon-like", 5.0, note=note),
+        Row("llm_steps/c, one run, mean", 3.0, "%", "Calculon-like", 5.0, note=note),
+        Row("llm_regret/vTrain, mean", 12.0, "%", "Calculon-like", 20.0, note="3 groups; 6PT 39.0"),
+        Row("llm_intervals/a", 90.0, "% covered", note="8 rows"),
+    ]
+    found = {row.name: (row.baseline, row.baseline_value) for row in llm_uses.beside_rows(rows)}
+    assert found == {
+        "llm_beaten/steps: a, one run, mean": ("Calculon-like", 2.5),
+        "llm_beaten/steps: b, one run, mean": ("6PT", 3.1),
+        "llm_calculon/regret: vTrain, mean": ("Calculon", 10.0),
+    }
 
 
 def test_without_the_published_figures_a_benchmark_says_what_to_do(monkeypatch, tmp_path):
