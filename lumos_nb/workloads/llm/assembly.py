@@ -56,6 +56,8 @@ class Step:
         Of each op: its row of `table`, and where it runs; what ends a step has micro-batch -1.
     waits
         All waits, by rule.
+    lanes
+        Names of what `lane` counts: a rank's streams, and its host.
     """
 
     table: pl.DataFrame
@@ -65,6 +67,7 @@ class Step:
     chunk: Ints
     lane: Ints
     waits: tuple[Waits, ...]
+    lanes: tuple[str, ...] = LANES
 
     def graph(self) -> Graph:
         """The step as a graph of ops and edges."""
@@ -79,13 +82,13 @@ class Step:
         here = {"rank": self.rank, "micro_batch": self.micro_batch, "chunk": self.chunk}
         ops = taken.with_columns(
             *(pl.Series(name, values) for name, values in here.items()),
-            lane=pl.Series(LANES, dtype=pl.String).gather(self.lane),
-            device=pl.Series(np.where(self.lane == HOST, -1, 0)).replace(-1, None),
+            lane=pl.Series(self.lanes, dtype=pl.String).gather(self.lane),
             op_id=pl.int_range(pl.len()),
             dur_ns=pl.Series(_ns(took)),
             start_ns=0,
             step=0,
         )
+        ops = ops.with_columns(device=pl.when(pl.col("lane").str.starts_with("gpu")).then(0))
         ops = ops.with_columns(pl.lit(None).alias(name) for name in OPS.columns if name not in ops.columns)
         ops = ops.select(*(pl.col(name).cast(kind) for name, kind in OPS.columns.items()), "chunk")
         return Graph(OPS.check(ops), EDGES.check(self._edges()), step=0)

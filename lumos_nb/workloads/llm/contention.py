@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lumos_nb._replay_plan import Plan
 from lumos_nb.critical_path import Result, result_of
 from lumos_nb.graph import Graph
-from lumos_nb.workloads.llm.assembly import COMPUTE, HOST, Step
+from lumos_nb.workloads.llm.assembly import Step
 
 Ints = NDArray[np.int64]
 
@@ -67,7 +67,8 @@ def slowed(step: Step, compute_slowed: float, comm_slowed: float) -> Timed:
     plan = Plan.of(graph)
     start, took = np.empty((2, len(plan.row)), np.int64)
     start[plan.row], took[plan.row] = plan.starts(), plan.dur_ns
-    computes, transfers = step.lane == COMPUTE, (step.lane != COMPUTE) & (step.lane != HOST) & (took > 0)
+    computes, comm = ((graph.ops["kind"] == kind).to_numpy() for kind in ("kernel", "comm"))
+    transfers = comm & (took > 0)
     begins = start + step.rank * (int((start + took).max()) + 1)  # ranks one after another, so that one pass does all
     shared, longer = np.zeros_like(took), took.astype(np.float64)
     for own, other, slower in ((computes, transfers, compute_slowed), (transfers, computes, comm_slowed)):

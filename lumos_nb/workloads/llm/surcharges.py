@@ -8,6 +8,7 @@ on traces (`benchmarks/frictions.py`); the others are fitted on published step t
 from __future__ import annotations
 
 from functools import cache
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -15,13 +16,29 @@ import polars as pl
 
 from lumos_nb import datasets
 from lumos_nb.errors import InputError
-from lumos_nb.layout import Cluster, Training
+from lumos_nb.layout import Cluster
 
 PRODUCTS = ("gemm", "gemm_bias", "grouped_gemm")
 FUSED_LOGIT_BYTES = 6
 """With no more bytes than this alive for a logit, the loss is one kernel, whatever else is not fused."""
 OTHER = "other"
 """Key of GPUs that have no number of their own."""
+
+
+class Made(Protocol):
+    """What surcharges ask of a `Training`, or of one of another workload."""
+
+    @property
+    def kernels(self) -> str:
+        """How what is no product is made."""
+
+    @property
+    def logit_bytes(self) -> int:
+        """What is alive at once for each logit."""
+
+    @property
+    def launch_us(self) -> float | None:
+        """Host time for each row; None for what is usual."""
 
 
 class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,11 +86,12 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     apart: float = 0.0
     spread: float = 0.0
 
-    def applied(self, table: pl.DataFrame, train: Training, cluster: Cluster) -> pl.DataFrame:
+    def applied(self, table: pl.DataFrame, train: Made, cluster: Cluster) -> pl.DataFrame:
         """A priced table (`pricing.priced`) with times as in a step, and `launch_us`, the host's time for each row.
 
         Examples
         --------
+        >>> from lumos_nb.layout import Training
         >>> train, one = Training(micro_batch=1, global_batch=1, seq=2048), Cluster(gpu="H100", gpus_per_node=1)
         >>> table = pl.DataFrame({"kind": ["compute"], "op": ["gemm"], "dtype": ["bf16"], "nodes": [None]})
         >>> table = table.with_columns(phase=pl.lit("forward"), dur_us=90.0, low_us=80.0, high_us=100.0)
