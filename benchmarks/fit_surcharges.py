@@ -25,10 +25,9 @@ from benchmarks import MEASURED
 from benchmarks.rows import Row
 from lumos_nb import datasets
 from lumos_nb.errors import LumosError
-from lumos_nb.layout import Training
-from lumos_nb.workloads.llm.estimates import NORMAL_90, laid_out, prices_of, tables_of
+from lumos_nb.workloads.llm.estimates import NORMAL_90, PricedStep, prices_of
 from lumos_nb.workloads.llm.surcharges import Bundled, Surcharges, bundled
-from lumos_nb.workloads.llm.table_rows import Setup, read_row
+from lumos_nb.workloads.llm.table_rows import read_row
 
 Floats = NDArray[np.float64]
 
@@ -95,15 +94,6 @@ def rounded(values: Mapping[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.3g}") for name, value in values.items()}
 
 
-def few(count: int, pp: int, chunks: int) -> tuple[int, ...]:
-    """Of how many micro-batches a step is replayed: of all, or of two numbers one round of the pipeline apart.
-
-    From the second round on a step grows evenly with each further one.
-    """
-    least = (2 if chunks == 1 else 3) * pp + count % pp
-    return (count,) if count <= least + pp else (least, least + pp)
-
-
 def chosen() -> pl.DataFrame:
     """Rows to fit on, with the name of their source as `of`."""
     table = pl.read_csv(MEASURED / "llm_training.csv", infer_schema_length=None)
@@ -115,32 +105,9 @@ def chosen() -> pl.DataFrame:
     return pl.concat(parts)
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A row with its work tables priced, for a few numbers of micro-batches."""
-
-    setup: Setup
-    count: int
-    jobs: tuple[tuple[Training, list[pl.DataFrame]], ...]
-
-    @classmethod
-    def of(cls, row: Mapping[str, object]) -> Self:
-        """Read a row and price it."""
-        setup = read_row(row)
-        model, layout, train, cluster = setup.model, setup.layout, setup.train, setup.cluster
-        count = train.micro_batches(layout)
-        jobs = []
-        for n in few(count, layout.pp, layout.chunks):
-            less = msgspec.structs.replace(train, global_batch=n * train.micro_batch * layout.dp)
-            jobs.append((less, tables_of(model, layout, less, cluster, prices_of(cluster, None))))
-        return cls(setup, count, tuple(jobs))
-
-    def step_s(self, extra: Surcharges) -> float:
-        """Time of a step."""
-        layout, cluster = self.setup.layout, self.setup.cluster
-        took = [laid_out(tables, layout, train, cluster, extra)[1].step_ns / 1e9 for train, tables in self.jobs]
-        rounds = (self.count - self.jobs[-1][0].micro_batches(layout)) / layout.pp
-        return took[-1] + rounds * (took[-1] - took[0])
+def _priced(row: Mapping[str, object]) -> PricedStep:
+    setup = read_row(row)
+    return PricedStep.of(setup.model, setup.layout, setup.train, setup.cluster, prices_of(setup.cluster, None))
 
 
 @cache
@@ -148,13 +115,13 @@ def _rows() -> dict[str, Mapping[str, object]]:
     return {str(row["row_id"]): row for row in chosen().iter_rows(named=True)}
 
 
-_ready = lru_cache(maxsize=None)(lambda row_id: Ready.of(_rows()[row_id]))
+_ready = lru_cache(maxsize=None)(lambda row_id: _priced(_rows()[row_id]))
 
 
 def predicted_s(row_id: str, extra: Sequence[Surcharges]) -> list[float]:
     """Step times of a row under several surcharges; NaN for a row that cannot be read."""
     try:
-        return [_ready(row_id).step_s(one) for one in extra]
+        return [_ready(row_id).brief(one).step_s for one in extra]
     except LumosError:
         return [math.nan] * len(extra)
 

@@ -25,8 +25,9 @@ from benchmarks import MEASURED
 from benchmarks.llm_peers import Job, calculon_like, six_pt
 from benchmarks.rows import Row
 from lumos_nb.errors import InputError, LumosError
-from lumos_nb.workloads.llm.estimates import estimate
+from lumos_nb.workloads.llm.estimates import Brief, PricedStep, prices_of
 from lumos_nb.workloads.llm.memory import peak_bytes
+from lumos_nb.workloads.llm.screening import SPARE
 from lumos_nb.workloads.llm.surcharges import bundled
 from lumos_nb.workloads.llm.table_rows import read_row
 
@@ -107,11 +108,11 @@ SAME_RUN = (
 """What rows agree in that should take the same time: repeats, and twins that differ in ZeRO alone."""
 
 
-def ours(job: Job) -> tuple[float, float, float]:
+def ours(job: Job) -> Brief:
     """Seconds of a step and their interval by this package; no surcharge was fitted on runs of the same origin."""
     surcharges = bundled().without.get(job.origin, bundled().every)
-    found = estimate(job.model, job.layout, job.train, job.cluster, surcharges=surcharges)
-    return found.step_s, found.low_s, found.high_s
+    prices = prices_of(job.cluster, None)
+    return PricedStep.of(job.model, job.layout, job.train, job.cluster, prices).brief(surcharges)
 
 
 def _predicted(predictor: Predictor, job: Job) -> tuple[float, float, float, str]:
@@ -255,9 +256,6 @@ def noise(rows: pl.DataFrame) -> float | None:
 
 # Rows of accuracy.json
 
-SPARE = 0.15
-"""Share of a GPU's memory that is left to CUDA, NCCL and a fragmented allocator: a round number, settled after two of
-nanotron's layouts had been seen to run three times slower than their neighbours with 92 and 101 % of it predicted."""
 PEERS: Mapping[str, Predictor] = {"Calculon-like": calculon_like, "6PT": six_pt}
 REGRETS = (
     # sources, what a group agrees in, how many times the best is still ranked, bound of the mean

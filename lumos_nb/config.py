@@ -151,6 +151,7 @@ def _files(kind: str) -> list[Path]:
     return sorted((datasets.root() / "hardware" / kind).glob("*.json"))
 
 
+@cache
 def find_gpu(name: str) -> Gpu:
     """The bundled sheet of a GPU, by its name or one of its aliases, in any case and punctuation.
 
@@ -167,6 +168,7 @@ def find_gpu(name: str) -> Gpu:
     return _found(name, gpus())
 
 
+@cache
 def find_fabric(name: str) -> Fabric:
     """The bundled sheet of a fabric; else as `find_gpu`."""
     return _found(name, fabrics())

@@ -19,7 +19,7 @@ from lumos_nb.layout import Cluster, Parallelism, Training, problems
 from lumos_nb.transformer import Mla, Moe, Transformer
 from lumos_nb.workloads.llm.assembly import assembled
 from lumos_nb.workloads.llm.contention import overlap_ns
-from lumos_nb.workloads.llm.estimates import Estimate, estimate, stages_of
+from lumos_nb.workloads.llm.estimates import Estimate, PricedStep, estimate, stages_of
 from lumos_nb.workloads.llm.schedule import as_graph, schedule
 from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.llm.surcharges import Surcharges, bundled
@@ -38,9 +38,7 @@ def cluster(gpus: int, faster: float = 1.0) -> Cluster:
     inside, between = (
         msgspec.structs.replace(sheet, bytes_per_s=sheet.bytes_per_s * faster) for sheet in (INSIDE, BETWEEN)
     )
-    return Cluster(
-        gpu=H100.gpu, nodes=-(-gpus // 8), gpus_per_node=min(gpus, 8), inside=inside, between=between
-    )
+    return Cluster(gpu=H100.gpu, nodes=-(-gpus // 8), gpus_per_node=min(gpus, 8), inside=inside, between=between)
 
 
 def of(
@@ -56,14 +54,12 @@ def flat(layout: Parallelism, train: Training, took_us: float) -> list[pl.DataFr
     price = pl.when((pl.col("kind") == "compute") & (pl.col("when") == "each")).then(took_us).otherwise(0.0)
     priced = dict.fromkeys(("dur_us", "low_us", "high_us"), price)
     return [
-        work(LLAMA, layout, train, depth).with_columns(stage=pl.lit(stage), **priced)
+        work(LLAMA, layout, train, depth).with_columns(stage=pl.lit(stage), depth=pl.lit(depth, pl.Int32), **priced)
         for depth, stage in enumerate(stages_of(layout))
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
-)
+@pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
 def test_a_step_of_passes_alone_takes_what_its_schedule_takes(kind: Any, chunks: int) -> None:
     layout = Parallelism(pp=4, chunks=chunks, schedule=kind)
     train = Training(micro_batch=1, global_batch=8, seq=1024)
@@ -81,7 +77,7 @@ def test_a_step_of_passes_alone_takes_what_its_schedule_takes(kind: Any, chunks:
         for name, us in took.items()
     }
     expected = replay(as_graph(schedule(kind, 4, 8, chunks), by_rank)).step_ns
-    assert replay(assembled(tables, layout, train).graph()).step_ns == expected
+    assert replay(assembled(pl.concat(tables), layout, train).graph()).step_ns == expected
 
 
 @pytest.mark.parametrize("model", [LLAMA, MOE, DEEPSEEK], ids=["llama", "moe", "mla"])
@@ -104,6 +100,25 @@ def test_every_row_of_every_pass_is_in_the_graph_once(model: Transformer, layout
     tables = [work(model, layout, found.train, depth) for depth in range(layout.pp * layout.chunks)]
     assert len(found.graph.ops) == sum(int(table.select(times.sum()).item()) for table in tables)
     assert found.step_s > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "off"),
+    [
+        (Parallelism(dp=2, zero=3), 1e-6),
+        (Parallelism(pp=4, dp=2, zero=1), 1e-6),
+        (Parallelism(tp=2, pp=2, chunks=4, schedule="interleaved"), 1e-6),
+        (Parallelism(pp=4, schedule="zb-h1", zero=3, dp=2), 5e-3),
+        (Parallelism(pp=2, schedule="zb-v", chunks=2), 5e-3),
+    ],
+)
+def test_a_step_of_many_micro_batches_follows_from_few(layout: Parallelism, off: float) -> None:
+    train = Training(micro_batch=1, global_batch=layout.dp * 90, seq=512)
+    cluster = Cluster(gpu=H100.gpu, gpus_per_node=layout.world, inside="NVLink4 NVSwitch")
+    step = PricedStep.of(LLAMA, layout, train, cluster, H100)
+    few, whole = step.brief(bundled().every), step.estimate(bundled().every)
+    assert few.step_s == pytest.approx(whole.step_s, rel=off)
+    assert few.high_s / few.low_s == pytest.approx(whole.high_s / whole.low_s, rel=1e-2)
 
 
 def test_gradients_are_summed_beside_products_unless_that_is_switched_off() -> None:
@@ -130,8 +145,7 @@ def test_a_host_that_is_slow_decides_and_a_fast_one_does_not() -> None:
 def test_tensor_parallel_sums_hide_behind_products_for_weights_and_more_if_cut_up() -> None:
     layout = Parallelism(tp=8, sequence_parallel=True)
     no, by_weight, all_of_it = (
-        of(layout, seq=4096, **switch).step_s
-        for switch in ({"overlap_wgrad": False}, {}, {"overlap_tp": True})
+        of(layout, seq=4096, **switch).step_s for switch in ({"overlap_wgrad": False}, {}, {"overlap_tp": True})
     )
     assert all_of_it < by_weight < no
 

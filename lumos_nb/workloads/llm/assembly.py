@@ -7,7 +7,7 @@ expert parallel ones) are one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -111,14 +111,14 @@ def _ns(time_us: NDArray[np.float64]) -> Ints:
     return rounded
 
 
-def assembled(tables: Sequence[pl.DataFrame], layout: Parallelism, train: Training) -> Step:
+def assembled(table: pl.DataFrame, layout: Parallelism, train: Training) -> Step:
     """Lay out the passes of one step.
 
     Parameters
     ----------
-    tables
-        The priced work table of every virtual stage, in their order; with `launch_us`, what the host takes to issue
-        each row, where it may be late.
+    table
+        The priced work tables of all virtual stages, in the order of their `depth`; with `launch_us`, what the host
+        takes to issue each row, where it may be late.
     layout, train
         The schedule, the number of micro-batches, and what overlaps.
 
@@ -127,8 +127,6 @@ def assembled(tables: Sequence[pl.DataFrame], layout: Parallelism, train: Traini
     step
         Every row of every pass, with its waits.
     """
-    depth = np.repeat(np.arange(len(tables), dtype=np.int32), [len(rows) for rows in tables])
-    table = pl.concat(tables).with_columns(depth=depth)
     plan = schedule(layout.schedule, layout.pp, train.micro_batches(layout), layout.chunks)
     plan = plan.with_columns(pl.col("phase").cast(pl.String))
     table, pages = _pages(table, plan, train)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from typing import NamedTuple, Self
 
-import numpy as np
+import msgspec
 import polars as pl
 
 from lumos_nb.config import gpus, same_name
@@ -24,6 +24,7 @@ from lumos_nb.workloads.llm.assembly import Step, assembled
 from lumos_nb.workloads.llm.contention import Timed, slowed
 from lumos_nb.workloads.llm.memory import memory
 from lumos_nb.workloads.llm.pricing import priced
+from lumos_nb.workloads.llm.rounds import FULL, FULL_SPLIT, SPLIT_SCHEDULES, Rounds
 from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.llm.surcharges import PRODUCTS, Surcharges, bundled
 
@@ -261,24 +262,65 @@ def estimate(
     """
     require_kinds(model=(model, Transformer), layout=(layout, Parallelism), train=(train, Training))
     require_kinds(cluster=(cluster, Cluster), surcharges=(surcharges or Surcharges(), Surcharges))
-    prices = prices_of(cluster, calibration)
-    tables = tables_of(model, layout, train, cluster, prices)
-    extra = bundled().every if surcharges is None else surcharges
-    return Estimate(model, layout, train, cluster, prices.name, extra, *laid_out(tables, layout, train, cluster, extra))
+    priced_step = PricedStep.of(model, layout, train, cluster, prices_of(cluster, calibration))
+    return priced_step.estimate(bundled().every if surcharges is None else surcharges)
 
 
-def tables_of(
-    model: Transformer, layout: Parallelism, train: Training, cluster: Cluster, prices: Calibration
-) -> list[pl.DataFrame]:
-    """The priced work table of every virtual stage."""
-    check(model, layout, train, cluster)
-    refuse_endless(model, layout, train)
-    tables = [
-        work(model, layout, train, depth).with_columns(stage=pl.lit(stage))
-        for depth, stage in enumerate(stages_of(layout))
-    ]
-    together = priced(pl.concat(tables), layout, cluster, prices)
-    return [together[a:b] for a, b in pairwise(np.cumsum([0, *map(len, tables)]))]
+class Brief(NamedTuple):
+    """Time of a step and its nominal 90 % interval."""
+
+    step_s: float
+    low_s: float
+    high_s: float
+
+
+@dataclass(frozen=True)
+class PricedStep:
+    """A step that can be laid out under several surcharges: what was asked, and `table`, its priced work.
+
+    The table has the work of all virtual stages below one another, by `depth`.
+    """
+
+    model: Transformer
+    layout: Parallelism
+    train: Training
+    cluster: Cluster
+    calibration: str
+    table: pl.DataFrame
+
+    @classmethod
+    def of(
+        cls, model: Transformer, layout: Parallelism, train: Training, cluster: Cluster, prices: Calibration
+    ) -> Self:
+        """Price the rows; errors as of `estimate`."""
+        check(model, layout, train, cluster)
+        refuse_endless(model, layout, train)
+        tables = [
+            work(model, layout, train, depth).with_columns(stage=pl.lit(stage), depth=pl.lit(depth, pl.Int32))
+            for depth, stage in enumerate(stages_of(layout))
+        ]
+        table = priced(pl.concat(tables), layout, cluster, prices)
+        return cls(model, layout, train, cluster, prices.name, table)
+
+    def estimate(self, extra: Surcharges) -> Estimate:
+        """The step, laid out whole."""
+        return self._laid_out(self.train, extra)
+
+    def brief(self, extra: Surcharges) -> Brief:
+        """The same step's time from a few of its micro-batches (`Rounds`): for many steps, of which times are asked."""
+        full = FULL_SPLIT if self.layout.schedule in SPLIT_SCHEDULES else FULL
+        rounds = Rounds.of(self.train.micro_batches(self.layout), self.layout.pp, full)
+        found = []
+        for count in rounds.counts:
+            batch = count * self.train.micro_batch * self.layout.dp
+            found.append(self._laid_out(msgspec.structs.replace(self.train, global_batch=batch), extra))
+        longer = rounds.total([one.step_s for one in found]) / found[-1].step_s
+        return Brief(*(longer * time for time in (found[-1].step_s, found[-1].low_s, found[-1].high_s)))
+
+    def _laid_out(self, train: Training, extra: Surcharges) -> Estimate:
+        step = assembled(extra.applied(self.table, train, self.cluster), self.layout, train)
+        timed = slowed(step, extra.compute_slowed, extra.comm_slowed)
+        return Estimate(self.model, self.layout, train, self.cluster, self.calibration, extra, step, timed)
 
 
 def require_kinds(**given: tuple[object, type]) -> None:
@@ -304,14 +346,6 @@ def refuse_endless(
             f"{model.layers:,} layers and {count:,} micro-batches are some {ops:.1e} ops a step, of at most "
             f"{MOST_OPS:.0e}: give fewer layers, or a larger micro_batch, or a smaller global_batch."
         )
-
-
-def laid_out(
-    tables: list[pl.DataFrame], layout: Parallelism, train: Training, cluster: Cluster, extra: Surcharges
-) -> tuple[Step, Timed]:
-    """The step of priced tables with its surcharges, and when each of its ops runs."""
-    step = assembled([extra.applied(table, train, cluster) for table in tables], layout, train)
-    return step, slowed(step, extra.compute_slowed, extra.comm_slowed)
 
 
 def stages_of(layout: Parallelism) -> list[int]:

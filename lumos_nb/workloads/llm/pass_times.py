@@ -138,7 +138,8 @@ def _replayed(
     for (tp, mode), group in cells.with_row_index().group_by("tp" if one.overlap_tp else pl.lit(1), "cp_mode"):
         chosen = group["index"].to_numpy()
         layout = Parallelism(tp=tp, cp_mode=mode, pp=len(chosen), schedule="zb-h1" if split else "gpipe")
-        step = assembled([tables[i] for i in chosen], layout, one)
+        together = pl.concat([tables[i] for i in chosen]).with_columns(depth=pl.col("cell").rle_id().cast(pl.Int32))
+        step = assembled(together, layout, one)
         timed = job.slowed(step)
         about = step.table.select("section", phase=_phase(split=split))[step.row]
         at = chosen[step.rank], about["phase"].to_numpy(), about["section"].to_numpy()

@@ -21,12 +21,11 @@ from lumos_nb.workloads.llm._step_kernels import GATHER, GATHER_LEFT, READY, RED
 from lumos_nb.workloads.llm.layers import WORK
 from lumos_nb.workloads.llm.pass_times import CELL, OF_KIND, PARTS, Job, PassTimes, pass_times
 from lumos_nb.workloads.llm.replica_times import TIMES, UNITS, replica_times
+from lumos_nb.workloads.llm.rounds import SPLIT_SCHEDULES, Rounds
 from lumos_nb.workloads.llm.schedule import order
 
 Floats = NDArray[np.float64]
 UInts = NDArray[np.uint32]
-
-SPLIT_SCHEDULES = ("zb-h1", "zb-v")
 
 
 def screen(job: Job, layouts: pl.DataFrame) -> Floats:
@@ -60,21 +59,11 @@ def screen(job: Job, layouts: pl.DataFrame) -> Floats:
         shared = ["schedule", "pp", "chunks", "count", pl.col("zero") == 3]
         for (kind, pp, chunks, count, gathers), group in some.with_row_index("at").group_by(shared):
             at = group["at"].to_numpy().astype(np.int64)
-            few = _few(count, pp, 1 + split + 4 * (split and gathers), 32 if split and gathers else 8)
-            by_count = [arrays.step_us(at, _order(kind, pp, chunks, n), kinds[pp * chunks], job) for n in few]
-            step = by_count[-1] + (count - few[-1]) / pp * (by_count[-1] - by_count[0])
-            found[group["layout"].to_numpy()] = step / 1e6
+            full = max(1 + split + 4 * (split and gathers), math.ceil((32 if split and gathers else 8) / pp))
+            rounds = Rounds.of(count, pp, full)
+            step = [arrays.step_us(at, _order(kind, pp, chunks, n), kinds[pp * chunks], job) for n in rounds.counts]
+            found[group["layout"].to_numpy()] = rounds.total(step) / 1e6
     return found
-
-
-def _few(count: int, pp: int, rounds: int, least: int) -> tuple[int, ...]:
-    """Of how many micro-batches steps are followed: of all, or of two numbers that lie one round apart.
-
-    With whole backward passes a step grows evenly from the second round of a pipeline on, with split ones from the
-    third on, and later where weights and gradients pile up on their lane.
-    """
-    least = max(math.ceil(least / pp), rounds) * pp + count % pp
-    return (count,) if count <= least + pp else (least, least + pp)
 
 
 @lru_cache(maxsize=1024)
