@@ -60,11 +60,11 @@ lab: env ## JupyterLab on the notebooks
 fuzz: env ## 2,000 mutations of each of ten trace files, an hour or two
 	$(BIN)/python -m tests.test_damage 2000
 
-accuracy: env ## predicted against measured: benchmarks/accuracy.json and the tables that quote it
+accuracy: env ## predicted against measured, of what ../shared has too: benchmarks/accuracy.json and its tables
 	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m benchmarks.rows
 
-bench: env ## speed: benchmarks/results.json and the tables that quote it
+bench: env ## speed, on the largest run at hand: benchmarks/results.json and its tables
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.rows
 
@@ -78,7 +78,7 @@ calibrations: env ## fit the bundled calibrations again, in two minutes
 surcharges: env ## fit what a step costs beyond its kernels again, on ../shared/measured, in ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fit_surcharges
 
-tables: env ## the tables of README.md, from the JSON files
+tables: env ## the tables of README.md and docs, from the JSON files
 	$(BIN)/python -m benchmarks.rows
 
 picture: env ## docs/picture.png, which README.md shows
