@@ -35,7 +35,8 @@ COLUMNS = (
 ENOUGH = 1.25
 """Up to how many times a GPU's memory a step that recomputes nothing is taken to have been made to fit."""
 IN_FP8 = 0.7
-"""Share of the memory that fp8 needs, where inputs of products are kept in one byte: `memory` does not count that."""
+"""Share of the memory that a step in fp8 is taken to need, where inputs of products are kept in one byte: `memory` does
+not count that. A round number; it decides only whether a row that states no recomputation recomputes."""
 
 
 @dataclass(frozen=True)
