@@ -267,3 +267,19 @@ def test_overlap_with_a_union_is_counted_once() -> None:
     starts, durs = np.array([0, 10, 100]), np.array([10, 30, 5])
     found = overlap_ns(starts, durs, np.array([5, 8, 20, 25]), np.array([10, 4, 3, 50]))
     assert found.tolist() == [5, 23, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"near": 0.0}, "near is 0.0; give a number above 0"),
+        ({"sustained": {"H100-SXM-80GB": -0.7}}, "sustained of H100-SXM-80GB is -0.7; give a number above 0"),
+        ({"spread": float("nan")}, "spread is nan; give a number of at least 0"),
+        ({"launch_us": {"eager": "slow"}}, "launch_us of eager is 'slow'; give a number of at least 0"),
+        ({"moves": {"Fused": 1.1}}, "moves of Fused is 1.1; kinds of kernels are fused, compiled, eager"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_surcharges_that_cannot_be_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Surcharges(**given)

@@ -7,6 +7,7 @@ on traces (`benchmarks/frictions.py`); the others are fitted on published step t
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Protocol
 
@@ -21,6 +22,11 @@ from lumos_nb.layout import Cluster
 PRODUCTS = ("gemm", "gemm_bias", "grouped_gemm")
 FUSED_LOGIT_BYTES = 6
 """With no more bytes than this alive for a logit, the loss is one kernel, whatever else is not fused."""
+KERNELS = ("fused", "compiled", "eager")
+OF_KERNELS = ("moves", "optimizer", "loss", "launch_us", "gap_us")
+"""Fields that have a number a kind of kernels."""
+FACTORS = ("sustained", "host", "moves", "optimizer", "loss", "near", "far")
+"""Fields whose numbers multiply or divide a time."""
 OTHER = "other"
 """Key of GPUs that have no number of their own."""
 
@@ -69,6 +75,18 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Standard deviation of the speed of GPUs of one kind: the slowest of all paces a step.
     spread
         Standard deviation of the logarithm of predicted over measured, of sources that no constant was fitted on.
+
+    Raises
+    ------
+    InputError
+        A factor is not positive, another number is negative, or there is no such kind of kernels; the message names it.
+
+    Examples
+    --------
+    The bundled ones, for a network whose collectives take a tenth longer:
+
+    >>> slower = msgspec.structs.replace(bundled().every, far=1.1 * bundled().every.far)
+    >>> estimate(model, layout, train, cluster, surcharges=slower)   # doctest: +SKIP
     """
 
     sustained: dict[str, float] = {}
@@ -85,6 +103,16 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     comm_slowed: float = 0.0
     apart: float = 0.0
     spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value, factor = getattr(self, name), name in FACTORS
+            for key, number in (value if isinstance(value, dict) else {"": value}).items():
+                given = f"Surcharges: {name}{key and f' of {key}'} is {number!r}"
+                if name in OF_KERNELS and key not in KERNELS:
+                    raise InputError(f"{given}; kinds of kernels are {', '.join(KERNELS)}.")
+                if not isinstance(number, int | float) or not 0 <= number < math.inf or (factor and number == 0):
+                    raise InputError(f"{given}; give a number {'above 0' if factor else 'of at least 0'}.")
 
     def applied(self, table: pl.DataFrame, train: Made, cluster: Cluster) -> pl.DataFrame:
         """A priced table (`pricing.priced`) with times as in a step, and `launch_us`, the host's time for each row.
