@@ -107,7 +107,7 @@ def test_a_full_device_is_named_with_its_largest_table():
 
 def test_tables_of_one_name_are_refused():
     twice = pl.concat([TABLES, TABLES.head(1)])
-    with pytest.raises(LayoutError, match="'users' is there twice"):
+    with pytest.raises(LayoutError, match="'users' .* is there twice"):
         Plan.of(twice, pl.DataFrame({"table": ["users"], "device": [1]}), ROOM)
 
 
@@ -118,7 +118,7 @@ def test_times_give_the_slowest_device_and_an_even_spread():
     times = [np.array([1.0, 5.0]), np.array([2.0, 4.0]), np.array([3.0, 1.0]), np.array([1.0, 1.0])]
     names = ("forward_us", "backward_us", "forward_exchange_us", "backward_exchange_us")
     priced = plan.with_figures(**dict(zip(names, times, strict=True)))
-    assert (priced.total_us, priced.balanced_us) == (11.0, 9.0)
+    assert (priced.total_us, priced.balanced_us) == (11.0, 6.0 + 1.0 + 1.0)
     assert "11 µs" in repr(priced) or "11.0 µs" in repr(priced)
 
 

@@ -18,6 +18,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns, format_share, html_table, text_table
+from lumos_nb.embedding_tables import complete_tables
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.schema import TableSchema
@@ -133,7 +134,7 @@ class Plan:
         Parameters
         ----------
         tables
-            As `Plan.tables`.
+            What `complete_tables` takes.
         shards
             `table` and `device`; the other columns of `SHARDS` (but `bytes`) where a shard is less than its table.
         memory_bytes
@@ -146,8 +147,9 @@ class Plan:
         Raises
         ------
         LayoutError
-            An element of a table lies nowhere or twice, a shard reaches beyond its table, a device or table is
-            unknown, or a device holds more than it may; the message names table or device and says what to do.
+            As `complete_tables`; or an element of a table lies nowhere or twice, a shard reaches beyond its table, a
+            device or table is unknown, or a device holds more than it may. The message names table or device
+            and says what to do.
 
         Examples
         --------
@@ -159,6 +161,7 @@ class Plan:
         caps = np.asarray(memory_bytes, dtype=np.float64)
         if caps.ndim != 1 or not len(caps) or not (caps > 0).all():
             raise LayoutError(f"memory_bytes is {memory_bytes!r:.80}: give positive bytes for one device or more.")
+        tables = complete_tables(tables)
         frame = _whole_shards(tables, shards)
         _check_cover(tables, frame, len(caps))
         size = np.ceil(_held(tables, frame, optimizer)).astype(np.int64)
@@ -201,9 +204,11 @@ class Plan:
 
     @property
     def balanced_us(self) -> float:
-        """Time if the same work were spread evenly over the devices: the mean of their totals."""
+        """Time if lookups were spread evenly over the devices and none waited for another."""
         _ = self.total_us
-        return float(self.devices["total_us"].mean())  # type: ignore[arg-type]
+        lookups, back, ahead = FIGURES[:2], FIGURES[3], FIGURES[2]
+        even = self.devices.select(pl.sum_horizontal(*lookups).mean() + pl.col(back).mean() + pl.col(ahead).min())
+        return float(even.item())
 
     def with_figures(self, **columns: NDArray[np.float64]) -> Self:
         """The plan with these times of each device, of `FIGURES`, in place of those it had."""
@@ -272,10 +277,7 @@ def _whole_shards(tables: pl.DataFrame, shards: pl.DataFrame) -> pl.DataFrame:
     """The shards with all columns but their bytes: what is not said is the whole table."""
     if missing := [name for name in ("table", "device") if name not in shards.columns]:
         raise LayoutError(f"the shards lack column(s) {', '.join(missing)}; give table and device of each.")
-    sizes = tables.select(pl.col("table").cast(pl.String), "rows", "dim")
-    if sizes["table"].is_duplicated().any():
-        name = sizes.filter(sizes["table"].is_duplicated())["table"][0]
-        raise LayoutError(f"table {name!r} is there twice: give every table a name of its own.")
+    sizes = tables.select("table", "rows", "dim")
     own = shards.with_columns(pl.col("table").cast(pl.String), pl.col("device").cast(pl.Int64))
     frame = own.join(sizes, on="table", how="left", suffix="_all", maintain_order="left")
     whole = {
@@ -295,7 +297,7 @@ def _whole_shards(tables: pl.DataFrame, shards: pl.DataFrame) -> pl.DataFrame:
 
 def _check_cover(tables: pl.DataFrame, frame: pl.DataFrame, devices: int) -> None:
     """Raise LayoutError unless every element of every table lies on one device, or all of a table on every one."""
-    sizes = tables.select(pl.col("table").cast(pl.String), all_rows="rows", all_dim="dim")
+    sizes = tables.select("table", all_rows="rows", all_dim="dim")
     own = frame.join(sizes, on="table", how="left")
     _refuse(own, pl.col("all_rows").is_null(), "is not among the tables: name one of them")
     _refuse(own, ~pl.col("kind").is_in(KINDS), f"has a shard of unknown kind: give one of {', '.join(KINDS)}")
@@ -342,7 +344,7 @@ def _refuse(frame: pl.DataFrame, bad: pl.Expr, text: str) -> None:
 
 def _held(tables: pl.DataFrame, frame: pl.DataFrame, optimizer: str) -> NDArray[np.float64]:
     """[shards]: bytes of each; a data-parallel table's gradients are there as a whole before they are added up."""
-    sizes = tables.select(pl.col("table").cast(pl.String), "dtype")
+    sizes = tables.select("table", "dtype")
     own = frame.join(sizes, on="table", how="left", maintain_order="left")
     rows, dim, element = own["rows"].to_numpy(), own["dim"].to_numpy(), element_bytes(own)
     gradients: NDArray[np.float64] = (own["kind"] == "data_parallel").to_numpy() * rows * dim * element
@@ -370,6 +372,6 @@ def _loads(frame: pl.DataFrame, caps: NDArray[np.float64]) -> pl.DataFrame:
 def _splits(tables: pl.DataFrame, frame: pl.DataFrame, why: dict[str, str]) -> pl.DataFrame:
     split = frame.filter(pl.col("kind") != "table_wise")
     rows = split.group_by("table").agg(pl.col("kind").first(), shards=pl.len().cast(pl.Int64))
-    order = tables.select(pl.col("table").cast(pl.String)).join(rows, on="table", maintain_order="left")
+    order = tables.select("table").join(rows, on="table", maintain_order="left")
     reasons = pl.Series("why", [why.get(table, "") for table in order["table"]], dtype=pl.String)
     return order.with_columns(reasons).select(list(SPLITS))

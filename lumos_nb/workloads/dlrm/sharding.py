@@ -1,0 +1,347 @@
+"""Embedding tables to devices: a beam search over what is split, with a greedy placement of each candidate inside.
+
+After Zha et al., "Pre-train and Search: Efficient Embedding Table Sharding with Pre-trained Neural Cost Models" (MLSys
+2023): each round halves the columns of a table, of those that are largest or take longest. Beyond it, a table may be
+cut by rows or copied to every device, the best placements are refined by moves and swaps, and the search begins from
+heuristics as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from lumos_nb.display import format_bytes, format_ns
+from lumos_nb.embedding_tables import complete_tables
+from lumos_nb.errors import LayoutError
+from lumos_nb.layout import Cluster
+from lumos_nb.workloads.dlrm.grid_search import GridSearch, Loads
+from lumos_nb.workloads.dlrm.heuristics import HEURISTICS, placement
+from lumos_nb.workloads.dlrm.pieces import SPREAD, Floats, Pieces
+from lumos_nb.workloads.dlrm.plan import Plan, row_blocks
+from lumos_nb.workloads.dlrm.refining import refined
+from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts
+
+SPLITS = ("column_wise", *SPREAD)
+ROOM = 0.8
+"""Share of a GPU's memory that embedding tables may take by default, as in Lin et al. (TPDS 2024)."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What is split so far: the free pieces in order of number, the spread tables with their kind, and why.
+
+    `why` holds table, what was done, and the least total times before and after.
+    """
+
+    free: tuple[int, ...]
+    spread: tuple[tuple[int, int], ...] = ()
+    why: tuple[tuple[int, str], ...] = ()
+    total_us: float = np.inf
+    unplaced_bytes: float = np.inf
+    order: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """What tells states apart: in what order tables were split does not matter."""
+        return self.free, self.spread
+
+
+def shard(
+    tables: pl.DataFrame,
+    cluster: Cluster,
+    costs: ShardingCosts,
+    *,
+    memory_bytes: float | Sequence[float] | None = None,
+    optimizer: str = "sgd",
+    splits: Sequence[str] = SPLITS,
+    beam: int = 3,
+    candidates: int = 10,
+    rounds: int = 10,
+    caps: int = 11,
+    seed: int = 0,
+) -> Plan:
+    """Find a plan of embedding tables on the GPUs of a cluster, with little time on the slowest.
+
+    Parameters
+    ----------
+    tables
+        `rows`, `dim`, `pooling`, and what else `complete_tables` takes.
+    cluster
+        Its GPUs are the devices.
+    costs
+        What plans are priced by, for as many devices: of `ShardingCosts.of` or `pretrain`.
+    memory_bytes
+        What each device may hold, one number or one a device; by default `ROOM` of its data sheet's.
+    optimizer
+        Whose state counts, of `STATE_BYTES`.
+    splits
+        Which kinds of split may be tried, of `SPLITS`.
+    beam, candidates, rounds, caps
+        Of the search (K, N, L and M of the paper): states kept a round, tables tried of the largest and of the slowest,
+        rounds, and caps of columns from 1 to 1.5 times the mean (and none).
+    seed
+        Of the random heuristic: equal seeds give equal plans.
+
+    Returns
+    -------
+    plan
+        Priced by `costs`, and never slower by them than the best of `HEURISTICS`.
+
+    Raises
+    ------
+    LayoutError
+        A table cannot be (no rows, a negative pooling), has no finite price, or finds no room however it is cut; the
+        message names it. Or costs, memory or splits do not go with the cluster.
+
+    Examples
+    --------
+    >>> costs = ShardingCosts.of(lookups, cluster, batch=65536)                              # doctest: +SKIP
+    >>> plan = ln.shard(tables, cluster, costs)                                              # doctest: +SKIP
+    """
+    frame = complete_tables(tables)
+    memory = _memory(cluster, costs, memory_bytes)
+    if unknown := set(splits) - set(SPLITS):
+        raise LayoutError(f"splits has {', '.join(sorted(unknown))}; give some of {', '.join(SPLITS)}.")
+    if min(beam, candidates, caps) < 1 or rounds < 0 or not frame.height:
+        raise LayoutError("give a table, and a beam, candidates and caps of 1 or more.")
+    pieces = Pieces.of(frame, costs, optimizer)
+    grid = np.array([*np.linspace(1.0, 1.5, caps), np.inf])
+    search = _Search(frame, GridSearch(pieces, costs, memory, grid), frozenset(splits), candidates)
+    found = search.beam_search(beam, rounds)
+    best = min(
+        (search.refined(state) for state in (*found, *search.by_rules(optimizer, seed))),
+        key=_rank,
+    )
+    if best.unplaced_bytes:
+        raise search.no_room(best, optimizer)
+    plans = [search.plan(best, optimizer, merged=merged) for merged in (True, False)]
+    return min((costs.price(plan) for plan in plans), key=lambda plan: plan.total_us)
+
+
+def _memory(cluster: Cluster, costs: ShardingCosts, memory_bytes: float | Sequence[float] | None) -> Floats:
+    """[devices]: what each may hold."""
+    if len(costs.speed) != cluster.gpus:
+        raise LayoutError(f"the costs are of {len(costs.speed)} devices, the cluster has {cluster.gpus}.")
+    given = ROOM * cluster.gpu_sheet.memory_bytes if memory_bytes is None else memory_bytes
+    memory = np.asarray(given, dtype=np.float64)
+    if memory.shape not in ((), (cluster.gpus,)) or not (memory > 0).all():
+        raise LayoutError(f"memory_bytes is {memory_bytes!r:.80}: give positive bytes, for all or each of the devices.")
+    return np.broadcast_to(memory, cluster.gpus)
+
+
+def _rank(state: State) -> tuple[float, float]:
+    """The lower the better: what finds no room first."""
+    return state.unplaced_bytes, state.total_us
+
+
+def _first(count: int, states: Sequence[State], *, spread: bool) -> list[State]:
+    """The first so many of the states that have spread tables, or of those that have none."""
+    return [state for state in states if bool(state.spread) == spread][:count]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The states of one set of tables: how they come from one another, and what they cost."""
+
+    tables: pl.DataFrame
+    grid: GridSearch
+    splits: frozenset[str]
+    candidates: int
+
+    def beam_search(self, beam: int, rounds: int) -> list[State]:
+        """The best states of all rounds, as many as the beam is wide.
+
+        The best state with spread tables goes along beside the beam: it is seldom the best until more is split.
+        """
+        states = self.priced([self.start()])
+        seen, best = {state.key for state in states}, states
+        for _ in range(rounds):
+            children = {child.key: child for state in states for child in self.children(state)}
+            found = sorted(self.priced([child for key, child in children.items() if key not in seen]), key=_rank)
+            if not found:
+                break
+            seen |= children.keys()
+            states = [*_first(beam, found, spread=False), *_first(1, found, spread=True)]
+            best = sorted([*best, *states], key=_rank)[:beam]
+        return best
+
+    def start(self) -> State:
+        """Whole tables, but for those that no device has room for."""
+        pieces, most = self.grid.pieces, self.grid.memory_bytes.max()
+        state = State(tuple(range(self.tables.height)))
+        for table in range(self.tables.height):
+            text = f"larger than what a device may hold ({format_bytes(most)})"
+            while any(pieces.table[p] == table and pieces.size_bytes[p] > most for p in state.free):
+                large = next(p for p in state.free if pieces.table[p] == table and pieces.size_bytes[p] > most)
+                halves = pieces.half[large] >= 0 and "column_wise" in self.splits
+                if halves:
+                    state = self.halved(state, large, text)
+                elif pieces.can_spread[table, 0] and "row_wise" in self.splits:
+                    state = self.spread(state, table, 0, text)
+                else:
+                    break
+        return state
+
+    def children(self, state: State) -> list[State]:
+        """States with one split more, of a table that is among the largest or the slowest."""
+        pieces, free = self.grid.pieces, np.unique(np.array(state.free, dtype=np.int64))
+        tried: dict[int, None] = {}
+        for size in (pieces.size_bytes, pieces.alone_us):
+            tried |= dict.fromkeys(free[np.argsort(-size[free], kind="stable")[: self.candidates]].tolist())
+        found = []
+        for piece in tried:
+            if pieces.half[piece] >= 0 and "column_wise" in self.splits:
+                found.append(self.halved(state, piece))
+            if piece < self.tables.height:
+                kinds = [kind for kind, name in enumerate(SPREAD) if name in self.splits]
+                found += [self.spread(state, piece, kind) for kind in kinds if self.worth[piece, kind]]
+        return found
+
+    @cached_property
+    def worth(self) -> NDArray[np.bool_]:
+        """[tables, kinds of SPREAD]: whether it can be of use to spread a table.
+
+        By rows, if it is more than half of a device's even share in bytes or time; as copies, if the gradients that are
+        added up are fewer than a device's share of the outputs that copies need not exchange.
+        """
+        pieces, whole = self.grid.pieces, slice(self.tables.height)
+        shares = [values[whole] / values[whole].sum() for values in (pieces.size_bytes, pieces.alone_us)]
+        large = np.max(shares, axis=0) > 0.5 / len(self.grid.memory_bytes)
+        few = self.tables["rows"].to_numpy() < self.grid.costs.batch / len(self.grid.memory_bytes)
+        return np.stack([large, few], axis=1) & pieces.can_spread
+
+    def halved(self, state: State, piece: int, why: str = "") -> State:
+        """The state with the columns of a piece in two."""
+        half = int(self.grid.pieces.half[piece])
+        free = [*state.free, half, half]
+        free.remove(piece)
+        reason = (int(self.grid.pieces.table[piece]), why or f"halved to {self.grid.pieces.dim[half]} columns: {{}}")
+        return State(tuple(sorted(free)), state.spread, (*state.why, reason), state.total_us)
+
+    def spread(self, state: State, table: int, kind: int, why: str = "") -> State:
+        """The state with a table on every device."""
+        free = tuple(piece for piece in state.free if self.grid.pieces.table[piece] != table)
+        text = why or f"{('cut by rows', 'copied to every device')[kind]}: {{}}"
+        reasons = [(other, reason) for other, reason in state.why if other != table]
+        return State(free, tuple(sorted((*state.spread, (table, kind)))), (*reasons, (table, text)), state.total_us)
+
+    def base(self, states: Sequence[State]) -> tuple[Loads, Floats]:
+        """What the devices have of spread tables, and the gradients that are added up."""
+        pieces, shape = self.grid.pieces, (len(states), len(self.grid.memory_bytes))
+        loads = Loads(
+            np.zeros((*shape, pieces.parts.shape[1])), np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=np.int64)
+        )
+        gradients = np.zeros(len(states))
+        for at, state in enumerate(states):
+            for table, kind in state.spread:
+                loads.sums[at] += pieces.spread_parts[table, kind]
+                loads.size_bytes[at] += pieces.spread_bytes[table, kind]
+                loads.shards[at] += 1
+                loads.output_dim[at] += pieces.dim[table] if SPREAD[kind] == "row_wise" else 0
+                gradients[at] += pieces.gradient_bytes[table] if SPREAD[kind] == "data_parallel" else 0
+        return loads, gradients
+
+    def priced(self, states: Sequence[State]) -> list[State]:
+        """States with their best placements, of pieces by what they take alone."""
+        if not states:
+            return []
+        lists = np.full((len(states), max(len(state.free) for state in states)), -1)
+        for at, state in enumerate(states):
+            free = np.array(state.free, dtype=np.int64)
+            lists[at, : len(free)] = free[np.argsort(-self.grid.pieces.alone_us[free], kind="stable")]
+        loads, gradients = self.base(states)
+        over = np.maximum(loads.size_bytes - self.grid.memory_bytes, 0).sum(axis=1)
+        placed = self.grid.place(lists, loads, gradients)
+        found = []
+        for at, state in enumerate(states):
+            count, total = len(state.free), float(placed.total_us[at])
+            change = f"{format_ns(state.total_us * 1e3)} became {format_ns(total * 1e3)}"
+            if not np.isfinite(state.total_us):
+                change = "so that all tables have room"
+            why = tuple((table, text.format(change)) for table, text in state.why)
+            order, devices = (tuple(rows[at, :count].tolist()) for rows in (lists, placed.devices))
+            unplaced = float(placed.unplaced_bytes[at] + over[at])
+            found.append(
+                State(state.free, state.spread, why, total if not unplaced else np.inf, unplaced, order, devices)
+            )
+        return found
+
+    def by_rules(self, optimizer: str, seed: int) -> list[State]:
+        """Whole tables as the heuristics place them, of those that find room: the best, and the one that has it."""
+        whole = np.arange(self.tables.height)
+        size, memory = self.grid.pieces.size_bytes[whole], self.grid.memory_bytes
+        base, gradients = self.base([State(())])
+        found = []
+        for rule in HEURISTICS:
+            devices = placement(rule, self.tables, size, memory, seed)
+            if (devices >= 0).all():
+                loads = base.take(np.zeros(1, dtype=np.int64))
+                for at in whole:
+                    loads.add(0, int(devices[at]), self.grid.pieces, int(at))
+                total = float(self.grid.total_us(loads, gradients)[0])
+                order = tuple(whole.tolist())
+                found.append(
+                    State(order, total_us=total, unplaced_bytes=0.0, order=order, devices=tuple(devices.tolist()))
+                )
+        return sorted(found, key=_rank)[:1]
+
+    def refined(self, state: State) -> State:
+        """The state with a better placement, if moves and swaps find one."""
+        if state.unplaced_bytes or not state.order:
+            return state
+        base, gradients = self.base([state])
+        order, devices = (np.array(values, dtype=np.int64) for values in (state.order, state.devices))
+        better, total = refined(self.grid, order, devices, base, gradients, rounds=4 * len(order))
+        return replace(state, devices=tuple(better.tolist()), total_us=total)
+
+    def no_room(self, state: State, optimizer: str) -> LayoutError:
+        """The error that names a table without room."""
+        pieces, memory = self.grid.pieces, self.grid.memory_bytes
+        lost = [int(pieces.table[one]) for one, at in zip(state.order, state.devices, strict=True) if at < 0]
+        size = pieces.size_bytes[: self.tables.height]
+        table = max([*lost, *(table for table, _ in state.spread)], key=lambda one: float(size[one]))
+        return LayoutError(
+            f"table {self.tables['table'][table]!r} ({format_bytes(size[table])}, with {optimizer}) finds no room: the "
+            f"tables need {format_bytes(size.sum())}, {len(memory)} devices may hold {format_bytes(memory.sum())}. "
+            "Give more memory or devices, another optimizer, or allow more kinds of splits."
+        )
+
+    def plan(self, state: State, optimizer: str, *, merged: bool) -> Plan:
+        """The state as a plan; `merged` makes one shard of a table's pieces on one device."""
+        pieces, devices = self.grid.pieces, len(self.grid.memory_bytes)
+        names, rows = self.tables["table"].to_list(), self.tables["rows"].to_list()
+        shards = []
+        of_table: dict[int, list[tuple[int, int]]] = {}
+        for piece, device in sorted(zip(state.order, state.devices, strict=True)):
+            of_table.setdefault(int(pieces.table[piece]), []).append((device, int(pieces.dim[piece])))
+        for table, parts in of_table.items():
+            if merged:
+                parts = sorted(sum((Counter({device: dim}) for device, dim in parts), Counter[int]()).items())
+            kind = "column_wise" if len(parts) > 1 else "table_wise"
+            starts = np.cumsum([0, *(dim for _, dim in parts)])
+            shards += [
+                (names[table], device, kind, 0, rows[table], int(start), dim)
+                for (device, dim), start in zip(parts, starts, strict=False)
+            ]
+        for table, number in state.spread:
+            blocks = row_blocks(rows[table], devices) if SPREAD[number] == "row_wise" else [rows[table]] * devices
+            firsts = np.cumsum([0, *blocks]) if SPREAD[number] == "row_wise" else [0] * devices
+            dim = int(pieces.dim[table])
+            shards += [
+                (names[table], device, SPREAD[number], int(firsts[device]), blocks[device], 0, dim)
+                for device in range(devices)
+            ]
+        columns = ["table", "device", "kind", "first_row", "rows", "first_column", "dim"]
+        why: dict[str, str] = {}
+        for table, text in state.why:
+            why[names[table]] = f"{why[names[table]]}; {text}" if names[table] in why else text
+        frame = pl.DataFrame(shards, schema=columns, orient="row")
+        return Plan.of(self.tables, frame, self.grid.memory_bytes.tolist(), optimizer=optimizer, why=why)
