@@ -112,7 +112,8 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-_PUBLIC_MODULES = ("charts", "datasets", "whatif")
+_PUBLIC_MODULES = {name: f"lumos_nb.{name}" for name in ("charts", "datasets", "whatif")}
+_PUBLIC_MODULES["chakra"] = "lumos_nb.exchange.chakra"
 
 __all__ = [*_MODULE_OF, "__version__"]
 
@@ -125,7 +126,7 @@ if not TYPE_CHECKING:  # else a misspelt name would pass every type checker
 
             value: object = version("lumos-nb")
         elif name in _PUBLIC_MODULES:  # ln.datasets.path("gpt-ddp"), ln.charts.timeline(result)
-            value = importlib.import_module(f"lumos_nb.{name}")
+            value = importlib.import_module(_PUBLIC_MODULES[name])
         elif name in _MODULE_OF:
             value = getattr(importlib.import_module(_MODULE_OF[name]), name)
         else:

@@ -1,17 +1,18 @@
 """The package's errors.
 
-    LumosError
-    ├── TraceError          a file cannot be read as the trace it should be
-    │   └── UnsupportedFormat   a known format that another reader takes
-    ├── RunError            the files of a folder do not make one run
-    ├── SchemaError         a table lacks a column, or has one of the wrong type
-    ├── InputError          an argument is of another kind than the function takes
-    ├── GraphError          ops and edges that no execution could follow
-    ├── SheetError          a data sheet lacks a number, or has one that cannot be
-    ├── LayoutError         a model, a layout, a batch or a cluster that cannot be, or not together
-    ├── CalibrationError    a calibration that cannot be read, or that has nothing to price an op by
-    ├── ScenarioError       a what-if that names unknown classes or impossible scales
-    └── CaptureError        a training loop could not be recorded
+LumosError
+├── TraceError          a file cannot be read as the trace it should be
+│   └── UnsupportedFormat   a known format that another reader takes
+├── RunError            the files of a folder do not make one run
+├── SchemaError         a table lacks a column, or has one of the wrong type
+├── InputError          an argument is of another kind than the function takes
+├── GraphError          ops and edges that no execution could follow
+├── SheetError          a data sheet lacks a number, or has one that cannot be
+├── LayoutError         a model, a layout, a batch or a cluster that cannot be, or not together
+├── CalibrationError    a calibration that cannot be read, or that has nothing to price an op by
+├── ScenarioError       a what-if that names unknown classes or impossible scales
+├── CaptureError        a training loop could not be recorded
+└── ChakraError         bytes that are no Chakra file, or nodes that cannot be written as one
 """
 
 
@@ -61,3 +62,7 @@ class ScenarioError(LumosError):
 
 class CaptureError(LumosError):
     """A training loop could not be recorded."""
+
+
+class ChakraError(LumosError):
+    """Bytes that are no Chakra file, or nodes that cannot be written as one; names the byte or the node."""

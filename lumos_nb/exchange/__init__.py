@@ -1,0 +1,1 @@
+"""Workloads in the formats of others."""

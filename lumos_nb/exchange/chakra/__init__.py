@@ -1,0 +1,46 @@
+"""Chakra execution traces: read, check, convert, obfuscate and write them.
+
+A file is a table with a row a node (`read_file`, `write_file`); a job is a folder with a file a rank. The names load
+their module when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lumos_nb.exchange.chakra.files import rank_files as rank_files
+    from lumos_nb.exchange.chakra.files import read_file as read_file
+    from lumos_nb.exchange.chakra.files import read_groups as read_groups
+    from lumos_nb.exchange.chakra.files import stream_file as stream_file
+    from lumos_nb.exchange.chakra.files import write_file as write_file
+    from lumos_nb.exchange.chakra.files import write_ranks as write_ranks
+    from lumos_nb.exchange.chakra.linking import Linked as Linked
+    from lumos_nb.exchange.chakra.linking import link as link
+    from lumos_nb.exchange.chakra.messages import message_class as message_class
+    from lumos_nb.exchange.chakra.tables import NODES as NODES
+    from lumos_nb.exchange.chakra.tables import Nodes as Nodes
+
+_MODULES = {
+    "files": ("rank_files", "read_file", "read_groups", "stream_file", "write_file", "write_ranks"),
+    "linking": ("Linked", "link"),
+    "messages": ("message_class",),
+    "tables": ("NODES", "Nodes"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [*_MODULE_OF]
+
+if not TYPE_CHECKING:  # else a misspelt name would pass every type checker
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "annotations", "importlib"})

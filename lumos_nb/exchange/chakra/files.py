@@ -1,0 +1,224 @@
+"""Chakra files: read and written whole or as a stream, plain or gzip; and the files of a job's ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import numpy as np
+import polars as pl
+from isal import igzip
+
+from lumos_nb.errors import ChakraError
+from lumos_nb.exchange.chakra import _wire_kernels as wire
+from lumos_nb.exchange.chakra import json_files
+from lumos_nb.exchange.chakra.tables import NODES, Nodes, decoded, encoded, parsed
+from lumos_nb.traces.json_stream import Blocks
+
+CHUNK_BYTES = 1 << 22
+"""Of messages decoded at a time, unless one is longer."""
+
+Groups = Mapping[str, Sequence[int]]
+"""Ranks by the name of a process group."""
+
+_RANK = re.compile(r"(?P<prefix>.*?)\.?(?P<rank>\d+)\.et(?:\.gz)?")
+
+
+def stream_file(path: str | Path) -> Iterator[bytes | pl.DataFrame]:
+    """The first message of a file, then tables of its nodes, some thousands at a time, in bounded memory.
+
+    Raises
+    ------
+    ChakraError
+        It is no Chakra file, or is cut off; the message says where. What was sound before that has been given.
+
+    Examples
+    --------
+    >>> head, *tables = stream_file("run.0.et")  # doctest: +SKIP
+    """
+    blocks = Blocks(_there(path))
+    pieces = iter(blocks)
+    data, offset, first, wanted, more = bytearray(), 0, True, CHUNK_BYTES, True
+    try:
+        while more:
+            while len(data) < wanted and (piece := next(pieces, None)) is not None:
+                data += piece
+            more = len(data) >= wanted
+            room = np.empty((len(data) // 2 + 1, 2), np.int64)
+            n, used, fault = wire.find_frames(np.frombuffer(data, np.uint8), 0, first, room)
+            frames = room[:n]
+            if first and n:
+                head = bytes(data[frames[0, 0] : frames[0, 1]])
+                parsed("GlobalMetadata", head, offset)
+                yield head
+                frames, first = frames[1:], False
+            if len(frames):
+                yield decoded(data, frames, offset)
+            if fault:
+                raise ChakraError(f"byte {offset + used:,}: {wire.FAULTS[fault]}.")
+            data, offset, wanted = data[used:], offset + used, CHUNK_BYTES if used else 2 * wanted
+        if data:
+            raise ChakraError(f"byte {offset:,}: {blocks.damage or 'the file ends in the middle of a message'}.")
+        if first or blocks.damage:
+            raise ChakraError(blocks.damage or "it is empty; a Chakra file begins with a message about itself.")
+    except ChakraError as error:
+        raise ChakraError(f"{path}: {error}") from error
+
+
+def _there(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise ChakraError(f"{path} is no file: give one as {path.with_suffix('.0.et').name}, or the folder of a job's.")
+    return path
+
+
+def read_file(path: str | Path) -> Nodes:
+    """The nodes of one file: `.et` or `.et.gz`, or what `write_file` or the feeder have as `.json` or `.jsonl`.
+
+    Parameters
+    ----------
+    path
+        The file; gzip is told by its first bytes.
+
+    Returns
+    -------
+    Nodes
+        Its `table` has a row a node, with `frame`, the message as it was, so that what is not changed is written as it
+        was read.
+
+    Raises
+    ------
+    ChakraError
+        It is no Chakra file, or is cut off or damaged; the message names the byte.
+    TraceError
+        gzip data hold far more than a trace does.
+
+    Examples
+    --------
+    >>> nodes = read_file("run.0.et")                                     # doctest: +SKIP
+    >>> nodes.table.group_by("type").agg(pl.len(), pl.sum("dur_us"))      # doctest: +SKIP
+    """
+    if ".json" in Path(path).suffixes or ".jsonl" in Path(path).suffixes:
+        return json_files.read_json(_there(path))
+    head, *tables = stream_file(path)
+    assert isinstance(head, bytes)
+    parts = [table for table in tables if isinstance(table, pl.DataFrame)]
+    return Nodes(pl.concat(parts) if parts else NODES.empty(), head)
+
+
+def write_file(nodes: Nodes, path: str | Path) -> Path:
+    """Write nodes as `.et`, `.json` (one document) or `.jsonl` (a line a node), each with `.gz` compressed.
+
+    A row whose columns say what its `frame` says is written as that; any other is put together from its columns and
+    `rest`. So what was read and not changed is the same bytes again.
+
+    Parameters
+    ----------
+    nodes
+        As `read_file` gives them, or `Nodes.of(table)`.
+    path
+        An existing file is replaced.
+
+    Returns
+    -------
+    Path
+        The file written.
+
+    Raises
+    ------
+    ChakraError
+        A node's type is unknown, or the file cannot be written.
+
+    Examples
+    --------
+    >>> write_file(Nodes.of(pl.DataFrame({"id": [1], "name": ["gemm"], "dur_us": [120]})), "one.0.et")  # doctest: +SKIP
+    """
+    if not isinstance(nodes, Nodes):
+        raise ChakraError(f"this writes Nodes, not a {type(nodes).__name__}: Nodes.of(table) makes them.")
+    path = Path(path)
+    opened: Callable[..., IO[bytes]] = igzip.open if path.suffix == ".gz" else open
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    parts = json_files.lines(nodes, kind) if kind in json_files.SUFFIXES else _messages(nodes)
+    try:
+        with opened(path, "wb") as file:
+            file.writelines(parts)
+    except OSError as error:
+        raise ChakraError(f"{path} cannot be written: {error}. Give a file in a folder that is there.") from error
+    return path
+
+
+def _messages(nodes: Nodes) -> Iterator[bytes]:
+    yield _length(len(nodes.metadata)) + nodes.metadata
+    yield from encoded(nodes.table)
+
+
+def _length(size: int) -> bytes:
+    more, low = divmod(size, 128)
+    return bytes([low | 128]) + _length(more) if more else bytes([low])
+
+
+def rank_files(path: str | Path) -> dict[int, Path]:
+    """The files of a job by rank: those of a folder named `<prefix>.<rank>.et` (or `.et.gz`); or one file.
+
+    Raises
+    ------
+    ChakraError
+        There are none, or two of one rank: then the folder holds several jobs, of which one is to be given as files.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        found = _RANK.fullmatch(_there(path).name)
+        return {int(found["rank"]) if found else 0: path}
+    ranks: dict[int, Path] = {}
+    for file in sorted(path.iterdir()):
+        found = _RANK.fullmatch(file.name)
+        if found and file.is_file():
+            rank = int(found["rank"])
+            if rank in ranks:
+                raise ChakraError(f"{path} holds {ranks[rank].name} and {file.name}, two files of rank {rank}; give a "
+                                  "folder a job.")  # fmt: skip
+            ranks[rank] = file
+    if not ranks:
+        raise ChakraError(f"{path} holds no Chakra file; their names end in .<rank>.et or .<rank>.et.gz.")
+    return dict(sorted(ranks.items()))
+
+
+def read_groups(path: str | Path) -> dict[str, list[int]]:
+    """Ranks by process group, of the JSON file beside the ranks' files; empty where there is none.
+
+    Raises
+    ------
+    ChakraError
+        The file is not of names and lists of ranks, or there are several.
+    """
+    path = Path(path)
+    files = sorted((path if path.is_dir() else path.parent).glob("*groups.json"))
+    if not files:
+        return {}
+    if len(files) > 1:
+        raise ChakraError(f"{path} holds {files[0].name} and {files[1].name}; one file lists the groups of a job.")
+    try:
+        return msgspec.json.decode(files[0].read_bytes(), type=dict[str, list[int]])
+    except (msgspec.MsgspecError, OSError) as error:
+        raise ChakraError(f'{files[0]}: {error}; write groups as {{"0": [0, 1], "1": [2, 3]}}.') from error
+
+
+def write_ranks(ranks: Mapping[int, Nodes], folder: str | Path, prefix: str, groups: Groups) -> list[Path]:
+    """Write `<prefix>.<rank>.et` of every rank, and `<prefix>.groups.json`, into a folder that is made if need be.
+
+    Raises
+    ------
+    ChakraError
+        The folder cannot be made, or a file in it not written.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        listed = folder / f"{prefix}.groups.json"
+        listed.write_bytes(msgspec.json.encode({name: list(members) for name, members in groups.items()}))
+    except OSError as error:
+        raise ChakraError(f"{folder} cannot be written: {error}. Give a folder of your own.") from error
+    return [*(write_file(nodes, folder / f"{prefix}.{rank}.et") for rank, nodes in ranks.items()), listed]
