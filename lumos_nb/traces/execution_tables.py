@@ -115,7 +115,7 @@ def _arguments(ids: Int64s, name: str, side: Side) -> pl.DataFrame:
             rows = np.arange(len(texts)) + np.repeat(starts - np.cumsum(found) + found, found)
             texts = pl.repeat(None, len(types), dtype=pl.String, eager=True).scatter(rows, texts)
         columns[column] = texts
-    frame = pl.DataFrame(columns, schema_overrides={"strides": pl.String()})
+    frame = pl.DataFrame(columns, schema_overrides={k: ARGUMENTS[k] for k in columns})
     return frame.select(
         "node_id",
         pl.lit(name).alias("side"),
