@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from lumos_nb.exchange.chakra.messages import message_class as message_class
     from lumos_nb.exchange.chakra.tables import NODES as NODES
     from lumos_nb.exchange.chakra.tables import Nodes as Nodes
+    from lumos_nb.exchange.chakra.validation import validate as validate
 
 _MODULES = {
     "files": ("rank_files", "read_file", "read_groups", "stream_file", "write_file", "write_ranks"),
     "linking": ("Linked", "link"),
     "messages": ("message_class",),
     "tables": ("NODES", "Nodes"),
+    "validation": ("validate",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

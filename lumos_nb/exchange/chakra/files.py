@@ -52,6 +52,10 @@ def stream_file(path: str | Path) -> Iterator[bytes | pl.DataFrame]:
             frames = room[:n]
             if first and n:
                 head = bytes(data[frames[0, 0] : frames[0, 1]])
+                if head.startswith(b"\x08"):  # the id of a node
+                    raise ChakraError(
+                        "byte 0: the first message is a node; a Chakra file begins with one about itself."
+                    )
                 parsed("GlobalMetadata", head, offset)
                 yield head
                 frames, first = frames[1:], False
