@@ -21,7 +21,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from benchmarks import MEASURED
+from benchmarks import published
 from benchmarks.rows import Row
 from lumos_nb import datasets
 from lumos_nb.errors import LumosError
@@ -96,7 +96,7 @@ def rounded(values: Mapping[str, float]) -> dict[str, float]:
 
 def chosen() -> pl.DataFrame:
     """Rows to fit on, with the name of their source as `of`."""
-    table = pl.read_csv(MEASURED / "llm_training.csv", infer_schema_length=None)
+    table = pl.read_csv(published("llm_training.csv"), infer_schema_length=None)
     table = table.filter(~pl.col("notes").fill_null("").str.contains("SUSPECT"), pl.col("step_time_s") > 0)
     parts = []
     for name, (pattern, which) in SOURCES.items():

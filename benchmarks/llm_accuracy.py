@@ -21,7 +21,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from benchmarks import MEASURED
+from benchmarks import published
 from benchmarks.llm_peers import Job, calculon_like, six_pt
 from benchmarks.rows import Row
 from lumos_nb.errors import InputError, LumosError
@@ -92,7 +92,7 @@ SOURCES = (
     Source("xtuner", _of("xtuner"), "stress", "experts on H800, of which nothing was measured"),
     Source("nanotron, 64 nodes", NANOTRON & _nodes(64, 64), "stress", "a contaminated tail"),
     Source("MLPerf GPT-3", _of("mlcommons") & ~LORA, "stress", "fp8, CUDA graphs, SHARP, overlapped TP"),
-    Source("MLPerf LoRA", _of("mlcommons") & LORA, "stress", "frozen weights, whose gradients are priced all the same"),
+    Source("MLPerf LoRA", _of("mlcommons") & LORA, "stress", "fp8, frozen weights with adapters of an assumed rank"),
     Source("gpt2 V100", _of("gpt2 V100"), "not predictable", "no hidden size, heads, layers or vocabulary"),
     Source("tr11, incomplete", _of("tr11") & ~(SIZED & TIMED), "not predictable", "sizes or batch missing"),
     Source("Primus blog", _of("Primus"), "not predictable", "no sequence length, no batch"),
@@ -169,7 +169,7 @@ def megatron_rows() -> pl.DataFrame:
 @cache
 def table() -> pl.DataFrame:
     """The measured rows that belong to a source, with `name`, `origin`, `use` and `measured_s`."""
-    rows = pl.read_csv(MEASURED / "llm_training.csv", infer_schema_length=None)
+    rows = pl.read_csv(published("llm_training.csv"), infer_schema_length=None)
     rows = pl.concat([rows, megatron_rows()], how="diagonal")
     tokens = pl.col("global_batch") * pl.col("seq")
     measured = pl.coalesce("step_time_s", tokens / pl.col("tokens_per_s_per_gpu") / pl.col("num_gpus"))

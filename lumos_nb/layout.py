@@ -146,6 +146,9 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `dtype`. `capacity` is the experts' capacity factor (0: no token is dropped) and `imbalance` the ratio of the
     busiest expert rank's tokens to the mean. `bucket_bytes` is what one reduction of gradients takes (0: all at once).
 
+    With `lora` all weights are frozen, and adapters of that rank beside the products of attention are trained (LoRA, Hu
+    et al., 2021): there are gradients, their sums and optimizer states of adapters alone. 0 trains everything.
+
     What memory depends on beside: `fused_grads` adds gradients of weights to those of `grad_dtype` as they are made,
     else those of `dtype` of a whole micro-batch are there too; `bucket_copies` holds gradients a second time, in the
     buckets that are reduced; `regather` gathers a sequence that is spread anew in the backward pass, where else the
@@ -177,6 +180,7 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dropout: bool = False
     optimizer: Literal["adam", "momentum", "sgd"] = "adam"
     master: bool = True
+    lora: int = 0
     capacity: float = 0.0
     imbalance: float = 1.0
     bucket_bytes: int = 100 * 2**20
@@ -194,7 +198,7 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     launch_us: float | None = None
 
     def __post_init__(self) -> None:
-        self._checked("bucket_bytes", "prefetch", "logit_bytes")
+        self._checked("bucket_bytes", "prefetch", "logit_bytes", "lora")
         if not 0 <= self.capacity < math.inf:
             raise self.refusal("capacity", "give the capacity factor of experts, or 0 where no token is dropped")
         if not 0 <= (self.launch_us or 0) < math.inf:

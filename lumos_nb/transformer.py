@@ -146,6 +146,25 @@ class Weight(NamedTuple):
         """Numbers in it."""
         return self.copies * math.prod(self.shape)
 
+    def adapters(self, rank: int) -> tuple[Weight, ...]:
+        """The two narrow matrices that LoRA (Hu et al., 2021) trains beside a product of attention; none of others."""
+        if self.part != "attention" or self.name not in ADAPTED:
+            return ()
+        (out, into), by_row = self.shape, self.split == "in"
+        return (
+            Weight(self.part, f"{ADAPTER} a of {self.name}", (rank, into), "in" if by_row else "none"),
+            Weight(self.part, f"{ADAPTER} b of {self.name}", (out, rank), "none" if by_row else self.split),
+        )
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is one of these."""
+        return self.name.startswith(ADAPTER)
+
+
+ADAPTED = ("qkv", "q", "kv", "projection")
+ADAPTER = "lora"
+
 
 class Transformer(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only language model.

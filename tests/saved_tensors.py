@@ -153,6 +153,19 @@ class Layer(nn.Module):
         self.projection = nn.Linear(self.heads * model.head, hidden, bias=model.bias, **make)
         self.up = nn.Linear(hidden, (1 + model.gated) * ffn, bias=model.bias, **make)
         self.down = nn.Linear(ffn, hidden, bias=model.bias, **make)
+        self.adapters = nn.ModuleDict()
+        if train.lora:
+            self.requires_grad_(False)
+            for name in ("qkv", "projection"):
+                into, out = getattr(self, name).in_features, getattr(self, name).out_features
+                narrow = (
+                    nn.Linear(into, train.lora, bias=False, **make),
+                    nn.Linear(train.lora, out, bias=False, **make),
+                )
+                self.adapters[name] = nn.Sequential(*narrow)
+
+    def adapted(self, name: str, x: Tensor, out: Tensor) -> Tensor:
+        return out + self.adapters[name](x) if name in self.adapters else out
 
     def norm(self, hidden: int, make: dict[str, Any]) -> nn.Module:
         if self.model.norm == "layer":
@@ -196,10 +209,11 @@ class Layer(nn.Module):
         return self.row(F.silu(gate) * up, self.down)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.column(self.normed(x, 0), self.qkv)
+        normed = self.normed(x, 0)
+        qkv = self.adapted("qkv", normed, self.column(normed, self.qkv))
         again = self.train_as.recompute == "selective"
         mixed = checkpoint(self.core, qkv, use_reentrant=False) if again else self.core(qkv)
-        x = x + self.dropped(self.row(mixed, self.projection))
+        x = x + self.dropped(self.adapted("projection", mixed, self.row(mixed, self.projection)))
         return x + self.dropped(self.mlp(self.normed(x, 1)))
 
 
@@ -214,6 +228,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(model, layout, train, device) for _ in range(model.layers))
         self.last = Layer.norm(self.layers[0], model.hidden, make)
         self.head = nn.Linear(model.hidden, math.ceil(model.vocab / layout.tp), bias=False, **make)
+        if train.lora:
+            for part in (self.embedding, self.last, self.head):
+                part.requires_grad_(False)
 
     def repeated(self, layer: nn.Module, x: Tensor) -> Tensor:
         again = self.train_as.recompute == "full"
@@ -221,6 +238,8 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
+        if self.train_as.lora:  # as PEFT does, so that checkpoints have something to go back to
+            x.requires_grad_()
         if self.layers[0].spread:
             x = Scatter.apply(x, self.layout.tp)
         x = self.layers[0].dropped(x)

@@ -77,6 +77,31 @@ def test_flops_are_six_for_each_parameter_and_token_and_eight_with_full_recomput
     assert flops[False] == (8 if train.recompute == "full" else 6) * layers * tokens
 
 
+@settings(max_examples=12, deadline=None)
+@given(model=st.sampled_from([GPT, LLAMA, DEEPSEEK]), layout=layouts)
+def test_frozen_weights_have_no_gradients_and_adapters_all_of_theirs(model: Transformer, layout: Parallelism) -> None:
+    train = msgspec.structs.replace(TRAIN, lora=8)
+    table, tokens = whole(model, layout, train), train.micro_batch * train.seq
+    products = table.filter(pl.col("op").is_in(PRODUCTS))
+    narrow = pl.col("weight").str.starts_with("lora").fill_null(value=False)
+    frozen = products.filter(~narrow)
+    assert frozen.filter(phase="backward_weight").is_empty()
+    layers = sum(multiplied(model, layer) for layer in range(model.layers))
+    if model is not DEEPSEEK:  # some of whose products every tensor rank does
+        flops = frozen["flops"].sum() * layout.tp * layout.cp
+        assert flops == 4 * (layers + model.vocab * model.hidden) * tokens
+    pairs = {w.name: w.adapters(8) for w in model.weights(0) if w.adapters(8)}
+    assert {name for pair in pairs.values() for name in (w.name for w in pair)} == {*products.filter(narrow)["weight"]}
+    for weight in (one for pair in pairs.values() for one in pair):
+        own = products.filter(weight=weight.name, phase="backward_weight")
+        assert own.height == model.layers
+        assert own["dtype"].unique().to_list() == ["bf16"]
+    sizes = sum(one.size for layer in range(model.layers) for w in model.weights(layer) for one in w.adapters(8))
+    held = whole(model, layout, msgspec.structs.replace(train, master=False)).filter(op="adamw")
+    states = (held["rows"] * held["cols"]).sum() * (layout.dp * layout.cp if layout.zero else 1)
+    assert sizes / layout.tp <= states <= sizes + held.height * model.hidden * layout.dp * layout.cp
+
+
 @settings(max_examples=10, deadline=None)
 @given(layout=layouts, recompute=st.sampled_from(["none", "selective", "full"]))
 def test_attention_sees_half_the_keys_however_the_sequence_is_split(layout: Parallelism, recompute: str) -> None:

@@ -117,9 +117,12 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """FLOPs of the model (three times the forward pass's, causal attention as its half) over what GPUs could do."""
+        """FLOPs of the model over what GPUs could do.
+
+        Three times the forward pass's, with frozen weights (`lora`) twice; causal attention counts half.
+        """
         forward = (pl.col("phase") == "forward") & ~pl.col("again")
-        return 3 * self._flops(forward) / self._peak_flops
+        return (2 if self.train.lora else 3) * self._flops(forward) / self._peak_flops
 
     @property
     def hfu(self) -> float:

@@ -106,6 +106,11 @@ class Rank:
             shape[0] = (self.heads[0] + 2 * self.heads[1]) * self.model.head
         return weight._replace(shape=tuple(shape), copies=weight.copies // spread)
 
+    def trained(self, weights: Iterable[Weight]) -> list[Weight]:
+        """What of some weights has gradients: all, or with LoRA their adapters."""
+        rank = self.train.lora
+        return [one for weight in weights for one in (weight.adapters(rank) if rank else (weight,))]
+
     # Blocks of one kind of op
 
     def comm(self, group: str, collective: str, size_bytes: float, peer: int | None = None) -> list[Row]:
@@ -131,20 +136,27 @@ class Rank:
         return Block([row | {"pass": "fwd"}], [row | {"pass": "bwd"}])
 
     def product(self, weight: Weight, rows: float) -> Block:
-        """Rows by a weight, and its gradients by activations and by weights, which are added to those before."""
+        """Rows by a weight, and its gradients by activations and, unless it is frozen, by weights.
+
+        These are added to those before.
+        """
         mine, experts = self.shard(weight), weight.part == "experts"
         bias = self.model.bias and weight.part not in ("head", "router")
         op = "grouped_gemm" if experts else "gemm_bias" if bias else "gemm"
         (n, k), m = mine.shape, max(1, math.ceil(rows))
-        row = {"kind": "compute", "op": op, "dtype": self.train.dtype, "groups": mine.copies, "m": m, "n": n, "k": k}
+        dtype = self.dtype if weight.is_adapter else self.train.dtype
+        row = {"kind": "compute", "op": op, "dtype": dtype, "groups": mine.copies, "m": m, "n": n, "k": k}
         row["weight"] = weight.name
         back = row | {"op": op.removesuffix("_bias")}
+        by_input = back | {"pass": "bwd_grad_act"}
+        if self.train.lora and not weight.is_adapter:
+            return Block([row | {"pass": "fwd"}], [by_input])
         apart = self.adds_apart
         by_weight = {"pass": "bwd_grad_w", "accumulate": not apart}
         by_weight["out_dtype"] = self.dtype if apart else self.train.grad_dtype
         add: Row = {"kind": "compute", "op": "add", "dtype": self.train.grad_dtype, "pass": "fwd"}
         add |= {"phase": "backward_weight", "weight": weight.name, "rows": mine.copies * n, "cols": k}
-        backward = [back | {"pass": "bwd_grad_act"}, back | by_weight, *([add] if apart else [])]
+        backward = [by_input, back | by_weight, *([add] if apart else [])]
         return Block([row | {"pass": "fwd"}], backward)
 
     @cached_property
@@ -158,13 +170,21 @@ class Rank:
         """A product with a weight, cut as it says, and what tensor parallelism exchanges before and after."""
         (out, into), sp = weight.shape, self.layout.sequence_parallel
         if weight.split == "none":
-            return self.product(weight, self.rows)
+            return chain([self.product(weight, self.rows), self.adapter(weight, self.rows)])
         forward, (act, *by_weight) = product = self.product(weight, self.tokens)
+        adapter = self.adapter(weight, self.tokens)
         if weight.split == "in":
-            return chain([product, self.sums("tp", self.wide(out), sp)])
+            return chain([product, adapter, self.sums("tp", self.wide(out), sp)])
         before, after = self.spreads("tp", self.wide(into), sp)
-        anew = [row | {"phase": "backward_weight"} for row in before] if self.train.regather else []
-        return Block([*before, *forward], [*anew, act, *after, *by_weight])
+        needed = self.train.regather and (by_weight or adapter.backward)
+        anew = [row | {"phase": "backward_weight"} for row in before] if needed else []
+        return Block([*before, *forward, *adapter.forward], [*anew, *adapter.backward, act, *after, *by_weight])
+
+    def adapter(self, weight: Weight, rows: float) -> Block:
+        """With LoRA the two narrow products beside one of attention; partial results are summed with its own."""
+        narrow = weight.adapters(self.train.lora) if self.train.lora else ()
+        products = [self.product(one, rows) for one in narrow]
+        return chain([*products, self.moves("add", rows, self.shard(narrow[1]).shape[0])]) if narrow else Block([], [])
 
     def wide(self, numbers: int) -> int:
         """Bytes of so many numbers for every token."""
@@ -305,7 +325,8 @@ class Rank:
             whole, cut = self.sums("tp", self.wide(model.hidden), False), Block([], summed.backward)
             added = self.moves("add", self.tokens, model.hidden, weight="positions")
             parts = [lookup, whole, added, cut, *dropped]
-        return _parted("embedding", chain(parts))
+        block = _parted("embedding", chain(parts))
+        return block._replace(backward=[]) if self.train.lora else block
 
     def last(self) -> Block:
         """The last norm, the head and the loss over a split vocabulary."""

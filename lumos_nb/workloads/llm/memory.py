@@ -111,14 +111,18 @@ class _Rank:
         """Whether the head is here."""
         return self.stage == (0 if self.layout.schedule == "zb-v" else self.layout.pp - 1)
 
-    def size(self, weights: Iterable[Weight], *, sharded: bool = False) -> float:
-        """Parameters of some weights on this rank, or of the shard of them that ZeRO leaves it."""
-        return _size(tuple(weights), self.model, self.layout, sharded)
+    def size(self, weights: Iterable[Weight], *, sharded: bool = False, trained: bool = False) -> float:
+        """Parameters of some weights on this rank, or what is `trained` of them; or the shard that ZeRO leaves."""
+        rank = self.train.lora
+        chosen = (one for w in weights for one in w.adapters(rank)) if trained and rank else weights
+        return _size(tuple(chosen), self.model, self.layout, sharded)
 
-    def size_of(self, layers: Iterable[int], *, sharded: bool = False) -> float:
+    def size_of(self, layers: Iterable[int], *, sharded: bool = False, trained: bool = False) -> float:
         """The same of layers."""
         kinds = Counter(self.model.has_experts(layer) for layer in layers)
-        return sum(n * self.size(_weights(self.model, kind), sharded=sharded) for kind, n in kinds.items())
+        return sum(
+            n * self.size(_weights(self.model, kind), sharded=sharded, trained=trained) for kind, n in kinds.items()
+        )
 
     def of_layer(self, layer: int) -> LayerTensors:
         """The tensors of a layer."""
@@ -158,12 +162,17 @@ class _Rank:
         """Bytes of what is there throughout a step, by class."""
         train, layout = self.train, self.layout
         number = max(2, SIZE_OF[train.dtype])
-        whole, shard = (
-            self.size(self.ends, sharded=cut) + self.size_of(self.every, sharded=cut) for cut in (False, True)
+        frozen, frozen_shard, whole, shard = (
+            self.size(self.ends, sharded=cut, trained=trained) + self.size_of(self.every, sharded=cut, trained=trained)
+            for trained in (False, True)
+            for cut in (False, True)
         )
+        if not train.lora:  # what is trained is all there is
+            frozen = frozen_shard = 0.0
         master = 4.0 if train.master and number < 4 else 0.0
+        weights = shard * (master or number) if layout.zero == 3 else whole * number
         return {
-            "weights": shard * (master or number) if layout.zero == 3 else whole * number,
+            "weights": weights + (frozen_shard if layout.zero == 3 else frozen) * number,
             "gradients": (shard if layout.zero >= 2 else whole) * SIZE_OF[train.grad_dtype],
             "optimizer": (shard if layout.zero else whole)
             * (4.0 * OPTIMIZER_STATES[train.optimizer] + (master if layout.zero < 3 else 0.0)),
@@ -197,14 +206,13 @@ class _Rank:
         if self.layout.zero < 2 or self.layout.sharded == 1:
             return {}
         number = max(2, SIZE_OF[self.train.dtype])
-        held = self.size(self.ends) + min(layers, len(self.layers)) * self.largest if self.layout.zero == 3 else 0.0
+        held = self.size(self.ends) + min(layers, len(self.layers)) * self.largest() if self.layout.zero == 3 else 0.0
         copy = copied * SIZE_OF[self.train.grad_dtype]
-        return {"buffers": number * (held + self.size(made)) + copy}
+        return {"buffers": number * (held + self.size(made, trained=True)) + copy}
 
-    @cached_property
-    def largest(self) -> float:
-        """Parameters of the largest layer."""
-        return max((self.size_of([layer]) for layer in self.every), default=0.0)
+    def largest(self, *, trained: bool = False) -> float:
+        """Parameters of the largest layer, or what is trained of them."""
+        return max((self.size_of([layer], trained=trained) for layer in self.every), default=0.0)
 
     def peak(self) -> tuple[str, dict[str, float]]:
         """The moment when most is in use, and bytes by class at it."""
@@ -226,14 +234,15 @@ class _Rank:
         if len(layers) > 1:
             rise = {"workspace": self.of_layer(layers[-2]).rise(recompute)}
             freed = _times(self.kept(layers[-1:]), -1)
-            yield "next layer", _sum([held, freed, rise, self._gathered(ahead, head, self.largest)])
+            yield "next layer", _sum([held, freed, rise, self._gathered(ahead, head, self.largest(trained=True))])
         if layers:
             rise = {"workspace": self.of_layer(layers[0]).rise(recompute)}
             freed = _times(self.kept(layers[1:]), -1)
             apart = self._unfused(head, [layer for layer in self.every if layer != layers[0]])
-            yield "gradients", _sum([held, freed, rise, apart, self._gathered(1, head, self.largest)])
+            reduced = self._gathered(1, head, self.largest(trained=True))
+            yield "gradients", _sum([held, freed, rise, apart, reduced])
         freed = _times(self.kept(layers), -1)
-        ends = self._gathered(0, self.ends, self.size(self.ends))
+        ends = self._gathered(0, self.ends, self.size(self.ends, trained=True))
         yield "last gradients", _sum([held, freed, self._unfused(self.ends, self.every), ends])
 
     def _held(self) -> dict[str, float]:
@@ -254,7 +263,8 @@ class _Rank:
         train, layout = self.train, self.layout
         whole = train.micro_batch * train.seq / layout.cp * self.model.hidden * max(2, SIZE_OF[train.dtype])
         part = whole / layout.tp if layout.sequence_parallel else whole
-        return whole, part, part + (part if train.regather else whole)
+        needed = 0.0 if train.lora else part if train.regather else whole  # by the gradient of the head
+        return whole, part, part + needed
 
     def _logits(self) -> dict[str, float]:
         train = self.train
@@ -273,7 +283,8 @@ class _Rank:
         """Gradients of a micro-batch in the format of compute, before they are added to those that last."""
         number = max(2, SIZE_OF[self.train.dtype])
         apart = not self.train.fused_grads and self.layout.zero < 2
-        return {"gradients": number * (self.size(ends) + self.size_of(layers)) if apart else 0.0}
+        numbers = self.size(ends, trained=True) + self.size_of(layers, trained=True)
+        return {"gradients": number * numbers if apart else 0.0}
 
 
 @lru_cache(maxsize=1024)

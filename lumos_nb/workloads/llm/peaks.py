@@ -21,6 +21,8 @@ from lumos_nb.transformer import Weight
 from lumos_nb.workloads.llm.memory import numbers_held
 from lumos_nb.workloads.llm.tensors import layer_tensors
 
+Part = str | bool | tuple[bool, str]
+"""The model's ends, a layer without or with experts, and what is trained of one."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -124,14 +126,19 @@ class _Ranks:
         return {kind: (per[3 * i], per[3 * i + 1], per[3 * i + 2]) for i, kind in enumerate(self.layer_of)}
 
     @cached_property
-    def numbers(self) -> dict[str | bool, tuple[Floats, Floats]]:
+    def numbers(self) -> dict[Part, tuple[Floats, Floats]]:
         """Parameters of the first end, of the last, and of a layer of each kind: dense ones, and those of experts."""
         model = self.model
         copy = model.first_weights()[:1] if model.tied else ()
-        parts: dict[str | bool, tuple[Weight, ...]] = {
+        parts: dict[Part, tuple[Weight, ...]] = {
             "first": model.first_weights(), "last": model.last_weights(), "copy": copy,
         }  # fmt: skip
         parts |= {kind: model.weights(layer) for kind, layer in self.layer_of.items()}
+        rank = self.train.lora
+        parts |= {
+            (kind, "trained"): tuple(a for w in parts[kind] for a in w.adapters(rank)) if rank else parts[kind]
+            for kind in self.layer_of
+        }
 
         def count(layout: Parallelism, _: str) -> list[float]:
             def of(weights: Iterable[Weight], experts: bool) -> float:
@@ -191,12 +198,12 @@ class _Ranks:
         """Whole, or the shard that ZeRO leaves."""
         return dense / self.sharded + experts / self.expert_shards if shard else dense + experts
 
-    def layers_numbers(self, routed: Ints, count: Ints, *, shard: bool = False) -> Floats:
-        """Parameters of so many layers, of which some have experts."""
+    def layers_numbers(self, routed: Ints, count: Ints, *, shard: bool = False, trained: bool = True) -> Floats:
+        """Parameters of so many layers, of which some have experts: what is trained, or all."""
         counts = {False: count - routed, True: routed}
+        of = {kind: self.numbers[(kind, "trained") if trained else kind] for kind in self.layer_of}
         return sum(
-            (counts[kind] * self.parameters(*self.numbers[kind], shard=shard) for kind in self.layer_of),
-            np.zeros(len(self.row)),
+            (counts[kind] * self.parameters(*of[kind], shard=shard) for kind in self.layer_of), np.zeros(len(self.row))
         )
 
     @cached_property
@@ -207,23 +214,31 @@ class _Ranks:
         return numbers
 
     @cached_property
-    def largest(self) -> Floats:
-        """Parameters of the largest layer."""
+    def trained_ends(self) -> Floats:
+        """What is trained of them: no adapter is there."""
+        return np.zeros_like(self.ends) if self.train.lora else self.ends
+
+    def largest(self, *, trained: bool = False) -> Floats:
+        """Parameters of the largest layer, or what is trained of them."""
         routed, count = self.chunks[1], self.per * self.v
         there = {False: routed < count, True: routed > 0}
-        each = [there[kind] * self.parameters(*self.numbers[kind], shard=False) for kind in self.layer_of]
-        most: Floats = np.maximum.reduce(each)
+        of = {kind: self.numbers[(kind, "trained") if trained else kind] for kind in self.layer_of}
+        most: Floats = np.maximum.reduce([there[kind] * self.parameters(*of[kind], shard=False) for kind in of])
         return most
 
     def lasting(self) -> Floats:
         """What is there throughout a step."""
         train, zero = self.train, self.zero
         master = 4.0 if train.master and self.number < 4 else 0.0
-        whole, shard = (
-            self.ends / (self.sharded if cut else 1) + self.layers_numbers(self.chunks[1], self.per * self.v, shard=cut)
+        routed, count = self.chunks[1], self.per * self.v
+        whole, shard, frozen, frozen_shard = (
+            ends / (self.sharded if cut else 1) + self.layers_numbers(routed, count, shard=cut, trained=trained)
+            for trained, ends in ((True, self.trained_ends), (False, self.ends))
             for cut in (False, True)
         )
         weights = np.where(zero == 3, shard * (master or self.number), whole * self.number)
+        if train.lora:
+            weights = weights + np.where(zero == 3, frozen_shard, frozen) * self.number
         gradients = np.where(zero >= 2, shard, whole) * self.grad_bytes
         states = 4.0 * OPTIMIZER_STATES[train.optimizer] + np.where(zero < 3, master, 0.0)
         total: Floats = weights + gradients + np.where(zero > 0, shard, whole) * states + self.buffers(whole)
@@ -240,7 +255,7 @@ class _Ranks:
 
     def gathered(self, layers: int, made: Floats | float, copied: Floats | float) -> Floats:
         """What ZeRO 2 and 3 have beside their shards."""
-        held = (self.ends + np.minimum(layers, self.per) * self.largest) * (self.zero == 3)
+        held = (self.ends + np.minimum(layers, self.per) * self.largest()) * (self.zero == 3)
         there = (self.zero >= 2) & (self.sharded > 1)
         total: Floats = there * (self.number * (held + made) + copied * self.grad_bytes)
         return total
@@ -264,8 +279,8 @@ class _Ranks:
 
     def moments(self) -> Iterator[Floats]:
         """What passes, at each moment that may be the peak; those that a rank has not are its least."""
-        held, ahead, largest = self.held(), 1 + self.train.prefetch, self.largest
-        head = self.ends * self.last
+        held, ahead, largest = self.held(), 1 + self.train.prefetch, self.largest(trained=True)
+        head = self.trained_ends * self.last
         begin, end = self.chunk(self.v - 1)
         rise = {kind: terms[1] for kind, terms in self.layer.items()}
         yield from (np.where(self.last, moment, 0.0) for moment in self.of_head(held, head))
@@ -277,15 +292,15 @@ class _Ranks:
         made = head + self.layers_numbers(routed - self.experts(begin, begin + 1), self.per * self.v - 1)
         freed = self.of_layers(0, begin + 1, end)
         yield held - freed + self.of_one(rise, begin) + self.unfused(made) + self.gathered(1, head, largest)
-        made = self.ends + self.layers_numbers(routed, self.per * self.v)
-        yield held - self.of_layers(0, begin, end) + self.unfused(made) + self.gathered(0, self.ends, self.ends)
+        made, ends = self.trained_ends + self.layers_numbers(routed, self.per * self.v), self.trained_ends
+        yield held - self.of_layers(0, begin, end) + self.unfused(made) + self.gathered(0, ends, ends)
 
     def of_head(self, held: Floats, head: Floats) -> Iterator[Floats]:
         """The moments of logits and of their gradients."""
         train, model, tokens = self.train, self.model, self.tokens
         whole = tokens * model.hidden * self.number
         part, vocab = whole / self.spread, np.ceil(model.vocab / self.tp)
-        inputs = part + (part if train.regather else whole)
+        inputs = part + (0.0 if train.lora else part if train.regather else whole)
         before = (self.in_flight(self.v - 1) - 1) * (4.0 * vocab * tokens + inputs)
         yield held + tokens * train.logit_bytes * vocab + inputs + before + self.gathered(0, 0.0, 0)
         anew = (1 + train.regather) * whole * (part < whole)

@@ -85,8 +85,8 @@ def _compositions(job: Job, made: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFr
     )
 
 
-def _held(job: Job, row: tuple[int, ...]) -> tuple[Rank, list[Held]]:
-    """What a rank has of a stage, by `MADE_OF` and its first layer."""
+def _held(job: Job, row: tuple[int, ...], *, frozen: bool = False) -> tuple[Rank, list[Held]]:
+    """What a rank trains of a stage, or has with what is frozen, by `MADE_OF` and its first layer."""
     tp, ep, etp, dense, routed, first, last, folded, begin = row
     pipeline: dict[str, Any] = (
         {"pp": 2, "chunks": 2, "schedule": "zb-v"} if folded else {"pp": 1 if first and last else 3}
@@ -94,7 +94,7 @@ def _held(job: Job, row: tuple[int, ...]) -> tuple[Rank, list[Held]]:
     layout = Parallelism(tp=tp, ep=ep, etp=etp, dp=ep * (etp or tp), **pipeline)
     stage = 0 if first else layout.pp * layout.chunks - 1 if last else 1
     rank = Rank(job.model, layout, job.train)
-    return rank, held_by(rank, _weights(job.model), stage, range(begin, begin + dense + routed))
+    return rank, held_by(rank, _weights(job.model), stage, range(begin, begin + dense + routed), frozen=frozen)
 
 
 @lru_cache(maxsize=8)
@@ -181,31 +181,37 @@ def _unit_rows(job: Job, pairs: pl.DataFrame) -> pl.DataFrame:
     asked = pairs.filter(pl.col("zero") == 3)
     distinct = asked.select(*MADE_OF, "shard_size", "edp_size").unique(maintain_order=True)
     units = [(*row, *unit) for row in distinct.iter_rows() for unit in _units(job, row[: len(MADE_OF)], *row[-2:])]
-    schema = pl.Schema({**distinct.schema, "unit": pl.String(), "count": pl.Int64(), "numbers": pl.Int64()})
+    listed = {"unit": pl.String(), **dict.fromkeys(("count", "numbers", "trained"), pl.Int64())}
+    schema = pl.Schema({**distinct.schema, **listed})
     frame = pl.DataFrame(units, schema=schema, orient="row").with_columns(due=pl.lit(1.0))
     at = asked.join(frame, on=distinct.columns, how="inner")
-    grad, number, numbers = SIZE_OF[job.train.grad_dtype], SIZE_OF[_dtype(job.train)], pl.col("numbers")
+    gathered = pl.col("numbers") * SIZE_OF[_dtype(job.train)]
+    reduced = pl.col("trained") * SIZE_OF[job.train.grad_dtype]
     found = []
     for unit in UNITS:
         some, group = at.filter(unit=unit), "edp" if unit == "experts" else "shard"
         found += [
-            _rows(some, f"gather {unit}", "all_gather", group, numbers * number),
-            _rows(some, f"reduce {unit}", "reduce_scatter", group, numbers * grad),
+            _rows(some, f"gather {unit}", "all_gather", group, gathered),
+            _rows(some, f"reduce {unit}", "reduce_scatter", group, reduced),
         ]
         if group == "shard":
-            found.append(_rows(some, f"reduce {unit}", "all_reduce", "replica", numbers * grad // pl.col("shard_size")))
+            found.append(_rows(some, f"reduce {unit}", "all_reduce", "replica", reduced // pl.col("shard_size")))
     return pl.concat(found)
 
 
-def _units(job: Job, made_of: tuple[int, ...], shard: int, edp: int) -> Iterator[tuple[str, int, int]]:
-    """Units of a stage: which, how many, and numbers of one."""
+def _units(job: Job, made_of: tuple[int, ...], shard: int, edp: int) -> Iterator[tuple[str, int, int, int]]:
+    """Units of a stage: which, how many, numbers of one, and of these what is trained."""
     tp, ep, etp, dense, routed, first, last, folded = made_of
-    rank, held = _held(job, (tp, ep, etp, 0, 0, first, last, folded, 0))
-    yield "root", 1, _padded((h.weight for h in held), shard)
+    (rank, every), (_, trained) = (
+        _held(job, (tp, ep, etp, 0, 0, first, last, folded, 0), frozen=frozen) for frozen in (True, False)
+    )
+    yield "root", 1, _padded((h.weight for h in every), shard), _padded((h.weight for h in trained), shard)
     for unit, kind, count in (("plain", False, dense), ("dense", True, routed), ("experts", True, routed)):
-        weights = [rank.shard(w) for w in _weights(job.model).get(kind, ()) if w.name != "router bias"]
-        of_unit = (weight for weight in weights if (weight.part == "experts") == (unit == "experts"))
-        yield unit, count, _padded(of_unit, edp if unit == "experts" else shard)
+        weights = [w for w in _weights(job.model).get(kind, ()) if w.name != "router bias"]
+        of_unit = [weight for weight in weights if (weight.part == "experts") == (unit == "experts")]
+        members = edp if unit == "experts" else shard
+        in_all, of_these = (_padded(map(rank.shard, some), members) for some in (of_unit, rank.trained(of_unit)))
+        yield unit, count, in_all, of_these
 
 
 def _padded(weights: Iterable[Weight], members: int) -> int:
@@ -225,7 +231,7 @@ def _step_rows(job: Job, pairs: pl.DataFrame) -> pl.DataFrame:
     spread = pl.when(pl.col("zero") == 3).then("shard_size").otherwise(1)
     whole = (pl.col("whole_numbers") / spread).ceil()
     found = [_rows(at.filter("sequence_parallel"), "step", "all_reduce", "tp", whole * grad)]
-    if model.tied:
+    if model.tied and not train.lora:
         two = at.filter((pl.col("first") != pl.col("last")) & ~pl.col("folded")).with_columns(
             pp_nodes=pl.min_horizontal("pp_nodes", 2), pp_gpus=pl.lit(2, pl.Int64)
         )

@@ -48,7 +48,7 @@ MADE: dict[type, tuple[str, ...]] = {
 FIXED: dict[type, tuple[str, ...]] = {
     Transformer: ("kv_heads", "gated", "norm", "moe", "mla"),
     Parallelism: ("cp", "ep", "etp", "zero", "shard"),
-    Training: ("dtype", "recompute", "flash", "optimizer", "capacity", "imbalance"),
+    Training: ("dtype", "lora", "recompute", "flash", "optimizer", "capacity", "imbalance"),
 }
 """Fields that say which ops there are, which no rewrite changes; the others are left as the trace has them."""
 

@@ -133,8 +133,8 @@ def search(
 ) -> Found:
     """Go through every layout of a model on a cluster: feasibility, memory, a screen of all, a replay of the best.
 
-    The screen has the prices of `estimate` and follows a pipeline pass by pass; the best by it are replayed as
-    `estimate` does, or where there are many micro-batches, some rounds of the pipeline of them.
+    The screen has the prices of `estimate` and follows a pipeline pass by pass; the best by it are replayed, of many
+    micro-batches some rounds of the pipeline.
 
     Parameters
     ----------
@@ -145,11 +145,9 @@ def search(
     calibration, surcharges
         As for `estimate`.
     gpus
-        How many GPUs of the cluster, or several numbers; all by default.
-    keep
-        How many are replayed.
-    spare
-        Share of the GPU's memory that is to stay free.
+        How many GPUs, or several numbers; all of the cluster by default.
+    keep, spare
+        How many are replayed, and which share of the GPU's memory is to stay free.
     executor
         Replays there. polars hangs in a fork: give `ProcessPoolExecutor(mp_context=get_context("spawn"))`.
     progress

@@ -77,15 +77,17 @@ def _book(model: Transformer, layout: Parallelism, train: Training) -> _Book:
         for phase, rows in zip(("forward", "backward"), block, strict=True)
     }
     for kind in kinds:
+        trained = units_of(Held(0, rank.shard(weight)) for weight in rank.trained(weights[kind]))
         for unit, members in units_of(Held(0, rank.shard(weight)) for weight in weights[kind]).items():
             pages[kind, f"gather {unit}", ALL] = _gathered(rank, members)
-            pages[kind, f"reduce {unit}", ALL] = _reduced(rank, members)
+            pages[kind, f"reduce {unit}", ALL] = _reduced(rank, trained.get(unit, []))
     inserts: Inserts = {}
     ready = _ready(pages)
     for stage, layers in enumerate(_layers(model, layout)):
         held = held_by(rank, weights, stage, layers)
         buckets = buckets_of(rank, held)
-        for (what, phase), rows in _added(rank, held, buckets, stage, layers).items():
+        whole = [h for h in held_by(rank, weights, stage, layers, frozen=True) if h.place not in layers]
+        for (what, phase), rows in _added(rank, held, whole, buckets, stage, layers).items():
             pages[what, phase, stage] = rows
         for i, (place, weight) in enumerate(bucket[-1] for bucket in buckets):
             name = model.has_experts(place) if place in layers else "first" if place < layers.start else "last"
@@ -163,14 +165,17 @@ def in_order(weights: Iterable[Weight]) -> tuple[Weight, ...]:
     return tuple(sorted(weights, key=lambda w: order[w.part, w.name.removesuffix(" bias")]))
 
 
-def held_by(rank: Rank, weights: Mapping[bool, tuple[Weight, ...]], stage: int, layers: range) -> list[Held]:
-    """Everything that a stage trains, in the order of use."""
+def held_by(
+    rank: Rank, weights: Mapping[bool, tuple[Weight, ...]], stage: int, layers: range, *, frozen: bool = False
+) -> list[Held]:
+    """Everything that a stage trains, or has with what is `frozen`, in the order of use."""
     model, layout = rank.model, rank.layout
     last = stage == layout.pp * layout.chunks - 1
     copied = (Weight("head", "head", (model.vocab, model.hidden), "out"),) if stage and _is_copied(rank) else ()
 
     def parts(members: Iterable[Weight]) -> list[Weight]:
-        return [rank.shard(weight) for weight in members if weight.name != "router bias"]  # steered, not trained
+        chosen = members if frozen else rank.trained(members)
+        return [rank.shard(weight) for weight in chosen if weight.name != "router bias"]  # steered, not trained
 
     of_layer = {kind: parts(members) for kind, members in weights.items()}
     every = (
@@ -251,7 +256,7 @@ def _step(rank: Rank, held: Sequence[Held], buckets: Sequence[Sequence[Held]], s
         whole = sum(h.weight.size for h in held if h.weight.split == "none" and h.weight.name != "positions")
         spread = rank.group_sizes["shard"] if layout.zero == 3 else 1
         open_sums += rank.comm("tp", "all_reduce", rank.width(whole / spread, train.grad_dtype))
-    if _is_copied(rank) and stage in (0, layout.pp * layout.chunks - 1):
+    if _is_copied(rank) and not train.lora and stage in (0, layout.pp * layout.chunks - 1):
         size = rank.width(model.vocab * model.hidden // layout.tp, train.grad_dtype)
         open_sums += [row | {"group_size": 2} for row in rank.comm("pp", "all_reduce", size)]
     for members in units_of(held).values():
@@ -322,14 +327,14 @@ def work(model: Transformer, layout: Parallelism, train: Training, stage: int = 
 
 
 def _added(
-    rank: Rank, held: Sequence[Held], buckets: Sequence[Sequence[Held]], stage: int, layers: range
+    rank: Rank, held: Sequence[Held], ends: Sequence[Held], buckets: Sequence[Sequence[Held]], stage: int, layers: range
 ) -> dict[tuple[str, str], list[Row]]:
-    """Rows of one stage alone: messages, weights and gradients of its ends, reductions when due, the step's."""
+    """Rows of one stage alone: messages, weights and gradients of its `ends`, reductions when due, the step's."""
     layout, last = rank.layout, rank.layout.pp * rank.layout.chunks - 1
     root = [h for h in held if h.place not in layers]
     added = {("due", str(i)): _reduced(rank, bucket) for i, bucket in enumerate(buckets)}
-    if layout.zero == 3 and root:
-        added |= {("root", "forward"): _gathered(rank, root), ("root", "backward"): _reduced(rank, root)}
+    if layout.zero == 3 and ends:
+        added |= {("root", "forward"): _gathered(rank, ends), ("root", "backward"): _reduced(rank, root)}
     size, made = rank.width(rank.rows * rank.model.hidden), {"part": "message", "when": "each"}
     for phase, collective, peer in MESSAGES:
         if layout.schedule == "zb-v" and stage + max(peer, 0) == layout.pp:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from lumos_nb.layout import SIZE_OF, Parallelism, Training, Transformer
+from lumos_nb.transformer import ADAPTED
 
 
 class Op(NamedTuple):
@@ -108,6 +109,9 @@ def layer_tensors(model: Transformer, layout: Parallelism, train: Training, *, e
     else:
         ops += _mlp("", model, layout.tp, model.ffn, at, at.whole, sizes)
     ops += _joined("mlp", "routed" if experts else "down", "between", "y", model, train, at, sizes)
+    if train.lora:  # only the gradient of an adapter needs the input of a product
+        adapted = [f"{name} linear" for name in ADAPTED]
+        ops = [op._replace(saves=()) if op.name.endswith("linear") and op.name not in adapted else op for op in ops]
     return LayerTensors(tuple(ops), sizes)
 
 
