@@ -114,6 +114,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 _PUBLIC_MODULES = {name: f"lumos_nb.{name}" for name in ("charts", "datasets", "whatif")}
 _PUBLIC_MODULES["chakra"] = "lumos_nb.exchange.chakra"
+_PUBLIC_MODULES["benchmark"] = "lumos_nb.exchange.benchmark"
 
 __all__ = [*_MODULE_OF, "__version__"]
 

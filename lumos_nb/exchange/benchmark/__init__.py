@@ -1,0 +1,39 @@
+"""Benchmarks from traces: a program that runs the operators of an execution trace, and how alike the two are.
+
+The idea, operators replayed from a trace with communication and memory kept, is that of Liang et al., "Mystique:
+Enabling Accurate and Scalable Generation of Production AI Benchmarks" (ISCA 2023). The names load their module when
+first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lumos_nb.exchange.benchmark.program import Workload as Workload
+    from lumos_nb.exchange.benchmark.program import generate as generate
+    from lumos_nb.exchange.benchmark.program import workload as workload
+    from lumos_nb.exchange.benchmark.similarity import Similarity as Similarity
+    from lumos_nb.exchange.benchmark.similarity import compare as compare
+
+_MODULES = {
+    "program": ("Workload", "generate", "workload"),
+    "similarity": ("Similarity", "compare"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [*_MODULE_OF]
+
+if not TYPE_CHECKING:  # else a misspelt name would pass every type checker
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "annotations", "importlib"})
