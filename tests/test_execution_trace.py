@@ -232,8 +232,12 @@ def test_odd_files(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"kineto.json: .*no JSON object with a schema and nodes"):
         load_execution_trace(tmp_path / "kineto.json")
     (tmp_path / "et.json").write_bytes(b'{"schema": "1.0.1", "nodes": [{"id": 1, "name": "\xff"}]}')
-    with pytest.raises(TraceError, match="no UTF-8 at byte 49"):
+    with pytest.raises(TraceError, match="Invalid UTF-8"):
         load_execution_trace(tmp_path / "et.json")
+    path = write(tmp_path / "et.json", small())
+    path.write_bytes(path.read_bytes().replace(b"allreduce", b"all\xffreduce"))
+    with pytest.raises(TraceError, match="node 6: its input value are no list, or no UTF-8"):
+        load_execution_trace(path)
 
 
 def test_a_parent_that_is_not_there_is_noted(tmp_path: Path) -> None:

@@ -124,14 +124,11 @@ def read_file(path: Path) -> File:
     if blocks.damage:
         raise TraceError(f"it cannot be read: {blocks.damage}. Copy it again, or record it again.")
     try:
-        text.decode()
         return _FILE.decode(text)
-    except UnicodeDecodeError as error:
-        raise TraceError(f"it is no UTF-8 at byte {error.start:,}: {error.reason}.") from error
     except UNDECODABLE:
         pass
     try:
-        return _FILE.decode(mend(text))  # numbers that are not finite, control characters in strings
+        return _FILE.decode(mend(text))  # numbers that are not finite, halves of surrogate pairs
     except UNDECODABLE as error:
         raise TraceError(
             f"its {len(text):,} bytes are no JSON object with a schema and nodes ({error}). An observer that is not "

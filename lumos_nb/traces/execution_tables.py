@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +24,7 @@ ARGUMENTS = {
     **dict.fromkeys(("type", "value", "shape", "strides"), pl.String()),
 }
 NONE = msgspec.Raw(b"[]")
+_PAD = bytes(8)
 _NUMBERS = ("tensor_id", "storage_id", "offset", "numel", "itemsize")
 _DIMS = pl.List(pl.Int64())
 TENSORS = {
@@ -45,7 +46,6 @@ GROUPS = {
     "group_size": pl.Int32(),
 }
 ATTRIBUTES = {"node_id": pl.Int64(), **dict.fromkeys(("name", "type", "value"), pl.String())}
-_TENSOR = r'^\[(\d+),(\d+),(-?\d+),(\d+),(\d+),"([^"\\]*)"\]$'
 _DTYPE = re.compile(r"Tensor\(((?:[^()]|\([^()]*\))*)\)")
 _ATTRIBUTE = re.compile(r'\{"name":"([^"\\]*)","type":"([^"\\]*)","value":')
 
@@ -67,14 +67,20 @@ class _Attribute(msgspec.Struct):
 
 def _elements(lists: Sequence[msgspec.Raw], ids: Int64s, what: str) -> tuple[pl.Series, Int64s]:
     """The elements of all lists, and how many each has."""
-    text = np.frombuffer(bytearray(b"".join(lists) + bytes(8)), np.uint8)
-    lines, counts = np.empty_like(text), np.zeros(len(lists), np.int64)
+    texts, counts, wrong = _cut(bytearray().join([*lists, _PAD]), len(lists))
+    if wrong >= 0:
+        raise TraceError(f"node {ids[wrong]}: its {what} are no list, or no UTF-8: {bytes(lists[wrong])[:80]!r}.")
+    return texts, counts
+
+
+def _cut(lists: bytearray, count: int) -> tuple[pl.Series, Int64s, int]:
+    """The elements of lists that stand one after the other, how many each has, and which is no list (-1: none)."""
+    text, counts = np.frombuffer(lists, np.uint8), np.zeros(count, np.int64)
+    lines = np.empty_like(text)
     size = write_elements(text, lines, counts)
-    if size < 0:
-        raise TraceError(f"node {ids[-size - 1]}: its {what} are no list: {bytes(lists[-size - 1])[:80]!r}.")
-    if not size:
-        return pl.Series(dtype=pl.String), counts
-    return pl.Series([lines[: size - 1].tobytes().decode()]).str.split("\n").explode(), counts
+    if size <= 0:
+        return pl.Series(dtype=pl.String), counts, -size - 1
+    return pl.Series([str(lines[: size - 1].data, "utf-8")]).str.split("\n").explode(), counts, -1
 
 
 def _decoded(texts: pl.Series, kind: Any, dtype: pl.DataType, ids: pl.Series, what: str) -> pl.Series:
@@ -128,74 +134,98 @@ def _arguments(ids: Int64s, name: str, side: Side) -> pl.DataFrame:
 def tensors(arguments: pl.DataFrame) -> pl.DataFrame:
     """One row for each tensor among the arguments, alone or in a list."""
     alone = pl.col("type").str.starts_with("Tensor(")
+    several = arguments.filter(~alone & pl.col("type").str.contains("Tensor(", literal=True))
     found = arguments.filter(alone)
-    fields = found.select(
-        pl.col("value").str.extract_groups(_TENSOR).struct.rename_fields([*_NUMBERS, "device"]).struct.unnest()
-    )
-    numbers = fields.select(pl.col(_NUMBERS).cast(pl.Int64, strict=False))
-    if not (sound := numbers.select(pl.all_horizontal(pl.all().is_not_null())).to_series()).all():
-        node_id, side, position, _, value, *_rest = found.row(sound.arg_min() or 0)
-        raise TraceError(f"node {node_id}: {side} {position} should be a tensor, [5 numbers, device]: {value[:80]}.")
-    dims = {
-        name: _decoded(found[name], list[int], _DIMS, found["node_id"], f"tensor's {name}")
-        for name in ("shape", "strides")
-    }
     single = found.select(
         *KEY,
         pl.lit(0, pl.Int64).alias("item"),
-        *numbers.get_columns(),
-        fields["device"],
-        pl.col("type").str.slice(len("Tensor(")).str.head(-1).alias("dtype"),
-        **dims,
+        *_fields(found),
+        pl.col("type").str.strip_prefix("Tensor(").str.strip_suffix(")").alias("dtype"),
+        "shape",
+        "strides",
     )
-    return pl.concat([single, _listed(arguments.filter(~alone & pl.col("type").str.contains("Tensor(", literal=True)))])
+    found = pl.concat([single, _listed(several)])
+    return found.with_columns(
+        _decoded(found[name], list[int], _DIMS, found["node_id"], f"tensor's {name}").alias(name)
+        for name in ("shape", "strides")
+    )
+
+
+def _fields(found: pl.DataFrame) -> list[pl.Series]:
+    """The five numbers and the device that stand for a tensor."""
+    names = [*_NUMBERS, "device"]
+    texts, counts, wrong = _cut(bytearray(found["value"].str.join("").item().encode() + _PAD), len(found))
+    uneven = counts != len(names)
+    if wrong < 0 and not uneven.any():
+        columns = [texts.gather_every(len(names), k).alias(name) for k, name in enumerate(names)]
+        fields = [each.cast(pl.Int64, strict=False) for each in columns[:-1]]
+        unsound = pl.DataFrame(fields).select(pl.any_horizontal(pl.all().is_null())).to_series()
+        unsound |= ~columns[-1].str.starts_with('"')
+        if not unsound.any():
+            return [*fields, columns[-1].str.strip_chars('"')]
+        uneven = unsound.to_numpy()
+    node_id, side, position, _, value, *_rest = found.row(wrong if wrong >= 0 else int(uneven.argmax()))
+    raise TraceError(f"node {node_id}: {side} {position} should be a tensor, [5 numbers, device]: {value[:80]}.")
 
 
 def _listed(arguments: pl.DataFrame) -> pl.DataFrame:
     """The tensors in lists, tuples and lists of lists."""
-    rows: list[tuple[Any, ...]] = []
+    columns: dict[str, list[Any]] = {name: [] for name in TENSORS}
     for node_id, side, position, kind, *texts in arguments.iter_rows():
+        place = f"node {node_id}: {side} {position}, {kind[:80]}"
         try:
-            found = list(_leaves(*(None if text is None else msgspec.json.decode(text) for text in texts)))
+            found = _leaves(*(None if text is None else msgspec.json.decode(text) for text in texts))
         except (*UNDECODABLE, ValueError, TypeError) as error:
-            raise TraceError(
-                f"node {node_id}: {side} {position}, {kind[:80]}, has other shapes than values."
-            ) from error
+            raise TraceError(f"{place}, has other shapes than values.") from error
         dtypes = _DTYPE.findall(kind)
-        if len(dtypes) != len(found):
-            raise TraceError(f"node {node_id}: {side} {position}, {kind[:80]}, holds {len(found)} tensor(s).")
-        rows += (
-            (node_id, side, position, item, *value, dtype, shape, strides)
-            for item, (dtype, (value, shape, strides)) in enumerate(zip(dtypes, found, strict=True))
-        )
+        if not len(dtypes) == len(found) > 0:
+            raise TraceError(f"{place}, holds {len(found)} tensor(s).")
+        values, *dims = zip(*found, strict=True)
+        rows = ([node_id] * len(found), [side] * len(found), [position] * len(found), range(len(found)))
+        encoded = ([None if one is None else msgspec.json.encode(one).decode() for one in each] for each in dims)
+        parts: list[Any] = [*rows, *zip(*values, strict=True), dtypes, *encoded]
+        for column, more in zip(columns.values(), parts, strict=True):
+            column.extend(more)
     try:
-        return pl.DataFrame(rows, schema=TENSORS, orient="row")
+        return pl.DataFrame(columns, schema=TENSORS | dict.fromkeys(("shape", "strides"), pl.String()))
     except (TypeError, OverflowError, pl.exceptions.PolarsError) as error:
-        raise TraceError(f"a list of tensors has a number or a shape that cannot be: {error}") from error
+        raise TraceError(f"a list of tensors has a number that cannot be: {error}") from error
 
 
-def _leaves(value: Any, shape: Any, strides: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _leaves(value: Any, shape: Any, strides: Any) -> list[tuple[Any, Any, Any]]:
     """(value, shape, strides) of every tensor in nested lists."""
-    if not isinstance(value, list):
-        return
-    if len(value) == len(_NUMBERS) + 1 and isinstance(value[-1], str) and type(value[0]) is int:
-        yield value, shape, strides
-        return
-    for one, its_shape, its_strides in zip(value, shape, strides or [None] * len(value), strict=True):
-        yield from _leaves(one, its_shape, its_strides)
+    found = []
+    for one in zip(value, shape, strides or [None] * len(value), strict=True):
+        if isinstance(one[0], list):
+            is_tensor = len(one[0]) == len(_NUMBERS) + 1 and type(one[0][0]) is int and isinstance(one[0][-1], str)
+            found += [one] if is_tensor else _leaves(*one)
+    return found
 
 
 def attributes(ids: Int64s, lists: Sequence[msgspec.Raw]) -> dict[str, pl.DataFrame]:
     """Attribute -> the `row` of each node that has it, its `type` and its `value` as JSON."""
     texts, counts = _elements(lists, ids, "attrs")
-    left = pl.DataFrame({"row": np.repeat(np.arange(len(ids)), counts), "text": texts})
     found: dict[str, list[pl.DataFrame]] = {}
+    row, first, common = np.arange(len(ids)), np.cumsum(counts) - counts, int(counts.min())
+    for k in range(common):  # in the files of torch those that all nodes have come first, in one order
+        _take(pl.DataFrame({"row": row, "text": texts[first + k]}), ids, found)
+    rest = np.flatnonzero(np.arange(len(texts)) - np.repeat(first, counts) >= common)
+    _take(pl.DataFrame({"row": np.repeat(row, counts)[rest], "text": texts[rest]}), ids, found)
+    whole = {name: pl.concat(parts).sort("row") if len(parts) > 1 else parts[0] for name, parts in found.items()}
+    for name, own in whole.items():
+        if (twice := np.flatnonzero(np.diff(own["row"].to_numpy()) == 0)).size:
+            raise TraceError(f"node {ids[own['row'][int(twice[0])]]} has two attributes {name}.")
+    return whole
+
+
+def _take(left: pl.DataFrame, ids: Int64s, found: dict[str, list[pl.DataFrame]]) -> None:
+    """Sort attributes by name: all that begin alike at once, which is a few dozen beginnings."""
     while len(left):
         row, text = left.row(0)
-        if match := _ATTRIBUTE.match(text):  # all that begin alike, at once: there are a few dozen beginnings
-            name, kind, start = match[1], match[2], match.end()
-            same = left["text"].str.starts_with(match[0])
-            value = pl.col("text").str.slice(start).str.head(-1)
+        if match := _ATTRIBUTE.match(text):
+            name, kind, beginning = match[1], match[2], match[0]
+            same = left["text"].str.starts_with(beginning)
+            value = pl.col("text").str.strip_prefix(beginning).str.strip_suffix("}")
         else:  # another order of keys, or escapes
             try:
                 one = msgspec.json.decode(text, type=_Attribute)
@@ -203,14 +233,9 @@ def attributes(ids: Int64s, lists: Sequence[msgspec.Raw]) -> dict[str, pl.DataFr
                 raise TraceError(f"node {ids[row]}: {text[:80]} is no attribute ({error}).") from error
             name, kind, same = one.name, one.type, left["text"] == text
             value = pl.lit(bytes(one.value).decode())
-        own = left.filter(same).select("row", pl.lit(kind).alias("type"), value.alias("value"))
-        found.setdefault(name, []).append(own)
-        left = left.filter(~same)
-    whole = {name: pl.concat(parts).sort("row") for name, parts in found.items()}
-    for name, own in whole.items():
-        if (twice := np.flatnonzero(np.diff(own["row"].to_numpy()) == 0)).size:
-            raise TraceError(f"node {ids[own['row'][int(twice[0])]]} has two attributes {name}.")
-    return whole
+        own = left if same.all() else left.filter(same)
+        found.setdefault(name, []).append(own.select("row", pl.lit(kind).alias("type"), value.alias("value")))
+        left = left.clear() if len(own) == len(left) else left.filter(~same)
 
 
 def column(own: pl.DataFrame | None, name: str, dtype: pl.DataType, ids: Int64s) -> pl.Series:
