@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from typing import Any
 import msgspec
 
 import lumos_nb as ln
+from lumos_nb.display import text_table
 from lumos_nb.errors import LumosError
 
+_AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 REPLAY = """
 examples:
   lumos-nb replay runs/gpt                            a folder with a trace of each rank
@@ -42,6 +45,16 @@ CHECK = """
 examples:
   lumos-nb replay runs/base --scale comm=0.5 --out p              say what will be
   lumos-nb check p/prediction.json runs/faster --ledger l.jsonl   see what is, and keep the score
+"""
+
+CHAKRA = """
+examples:
+  lumos-nb chakra link rank-0.et.json.gz rank-0.json.gz    one VERB of several; each has examples in its own --help
+"""
+LINK = """
+examples:
+  lumos-nb chakra link rank-0.et.json.gz rank-0.json.gz    which ops and kernels are whose, and how many are nobody's
+  lumos-nb chakra link runs/gpt runs/gpt --rank 1 --out o  also o/nodes.parquet, o/device.parquet, o/unlinked.parquet
 """
 
 
@@ -74,16 +87,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lumos-nb {version('lumos-nb')}")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
+    _add_step_verbs(partial(_verb, verbs))
+    what = "Chakra and PyTorch execution traces"
+    chakra = verbs.add_parser("chakra", help=what, description=what, epilog=CHAKRA, formatter_class=_AS_WRITTEN)
+    _add_chakra_verbs(partial(_verb, chakra.add_subparsers(required=True, metavar="VERB")))
+    return parser
 
-    def verb(name: str, run: Callable[[argparse.Namespace], str], what: str, epilog: str) -> argparse.ArgumentParser:
-        added = verbs.add_parser(
-            name, help=what, description=what, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        added.set_defaults(verb=run)
-        added.add_argument("--json", action="store_true", help="print JSON, times in ns")
-        added.add_argument("-j", "--jobs", type=_count, default=1, metavar="N", help="read N files at a time (1)")
-        return added
 
+def _verb(
+    verbs: Any, name: str, run: Callable[[argparse.Namespace], str], what: str, epilog: str
+) -> argparse.ArgumentParser:
+    added: argparse.ArgumentParser = verbs.add_parser(
+        name, help=what, description=what, epilog=epilog, formatter_class=_AS_WRITTEN
+    )
+    added.set_defaults(verb=run)
+    added.add_argument("--json", action="store_true", help="print JSON, times in ns")
+    added.add_argument("-j", "--jobs", type=_count, default=1, metavar="N", help="read N files at a time (1)")
+    return added
+
+
+def _add_step_verbs(verb: Callable[..., argparse.ArgumentParser]) -> None:
     replay = verb("replay", _replay, "where a step's time goes, what it hangs on, what could be otherwise", REPLAY)
     replay.add_argument("run", metavar="RUN", help="a folder of traces, one file a rank, or one file")
     replay.add_argument("--step", type=int, metavar="N", help="as the profiler counts; else the one of median length")
@@ -116,7 +139,14 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("prediction", metavar="PREDICTION", help="prediction.json, as `replay --out` wrote it")
     check.add_argument("run", metavar="RUN")
     check.add_argument("--ledger", metavar="FILE", help="add the outcome to this file of JSON lines")
-    return parser
+
+
+def _add_chakra_verbs(verb: Callable[..., argparse.ArgumentParser]) -> None:
+    link = verb("link", _link, "an execution trace joined with a profile: times, device work, what is linked", LINK)
+    link.add_argument("execution_trace", metavar="ET", help="a file, or a folder or archive with one a rank")
+    link.add_argument("run", metavar="RUN", help="a Kineto trace of the same program, or a folder of them")
+    link.add_argument("--rank", type=int, metavar="N", help="which rank, where there are several")
+    link.add_argument("--out", type=Path, metavar="DIR", help="write every table there as Parquet")
 
 
 def _count(text: str) -> int:
@@ -179,6 +209,22 @@ def _check(arguments: argparse.Namespace) -> str:
     with _progress() as say:
         outcome = ln.check_prediction(said, _load(arguments.run, arguments.jobs, say), ledger=arguments.ledger)
     return msgspec.json.format(msgspec.json.encode(outcome)).decode() if arguments.json else str(outcome)
+
+
+def _link(arguments: argparse.Namespace) -> str:
+    from lumos_nb.exchange.chakra.linking import link
+
+    with _progress() as say:
+        run = _load(arguments.run, arguments.jobs, say)
+        say(f"reading {arguments.execution_trace}")
+        trace = ln.load_execution_trace(arguments.execution_trace, rank=arguments.rank)
+        say(f"linking {len(trace.nodes):,} nodes")
+        linked = link(trace, run, rank=arguments.rank)
+        written = linked.to_parquet(arguments.out) if arguments.out else None
+    if arguments.json:
+        return _json({"report": linked.report.to_dicts(), "unlinked": linked.unlinked.to_dicts()})
+    missing = text_table(linked.unlinked, caption="Not linked") if len(linked.unlinked) else "Nothing is left out."
+    return f"{linked}\n\n{missing}" + (f"\n\nTables are in {written}." if written else "")
 
 
 def _json(rows: object) -> str:

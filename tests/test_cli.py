@@ -141,10 +141,10 @@ def test_wrong_usage_is_2_with_the_usage(arguments, capsys):
     assert err.startswith("usage: lumos-nb")
 
 
-@pytest.mark.parametrize("verb", ["replay", "compare", "check"])
+@pytest.mark.parametrize("verb", ["replay", "compare", "check", "chakra link"])
 def test_help_has_examples_that_parse(verb, capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main([verb, "--help"])
+        cli.main([*verb.split(), "--help"])
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     lines = [line.strip() for line in shown.splitlines() if line.startswith("  lumos-nb ")]
@@ -152,6 +152,16 @@ def test_help_has_examples_that_parse(verb, capsys):
     assert len(examples) >= 2
     for example in examples:
         assert cli._parser().parse_args(example.split()[1:]).verb
+
+
+def test_a_trace_is_linked_with_its_profile(traces, tmp_path, capfd):
+    et, kineto = (traces / f"hta/execution_trace/benchmark_simple_add_{kind}.json.gz" for kind in ("et", "trace"))
+    text = printed(capfd, "chakra", "link", et, kineto, "--out", tmp_path / "out")
+    assert "100.0 % of the nodes" in text
+    assert "Nothing is left out." in text
+    assert pl.read_parquet(tmp_path / "out/nodes.parquet").height == 38
+    found = json.loads(printed(capfd, "chakra", "link", et, kineto, "--json"))
+    assert found["report"][0] == {"what": "nodes", "rule": "external id", "amount": 36, "share": 1.0}
 
 
 def test_the_version_is_that_of_the_package():

@@ -12,13 +12,13 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trace_builder import Trace, run_of
 
 from lumos_nb.errors import ChakraError, InputError
 from lumos_nb.exchange.chakra import alignment
 from lumos_nb.exchange.chakra.linking import Linked, link
 from lumos_nb.traces.execution_trace import ExecutionTrace, load_execution_trace
 from lumos_nb.traces.run import Run, load_run
+from tests.trace_builder import Trace, run_of
 
 NO_IO = {"values": [], "shapes": [], "types": []}
 Op = tuple[str, int, int]
