@@ -348,18 +348,22 @@ def _texts(values: pl.Series, write: Callable[[float], str]) -> pl.Series:
     return pl.Series([None if value is None else write(value) for value in values], dtype=pl.String)
 
 
+CHART = alt.TopLevelMixin
+"""What every function of the chart modules returns."""
 JUPYTERLAB_MIME = "application/vnd.vegalite.v5+json"
 """JupyterLab 4 brings Vega-Lite 5, which draws these charts; altair's own type it ignores, and nbformat refuses it."""
 
 
-def mime_bundle(spec: dict[str, Any], **_options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def mime_bundle(spec: dict[str, Any], *, still: bool = True, **_options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """A chart as notebooks keep it: its specification, a PNG of it (unless `LUMOS_NB_STATIC=0`), and a line of text.
+
+    A panel that redraws it leaves the PNG out (`still=False`).
 
     altair's renderer "lumos_nb".
     """
     interactive = {**spec, "$schema": "https://vega.github.io/schema/vega-lite/v5.json"}
     bundle: dict[str, Any] = {JUPYTERLAB_MIME: interactive, "text/plain": "a chart, which this program cannot show"}
-    if os.environ.get("LUMOS_NB_STATIC") == "0":
+    if os.environ.get("LUMOS_NB_STATIC") == "0" or not still:
         return bundle, {}
     png = to_png(spec)
     width, height = struct.unpack(">II", png[16:24])
