@@ -92,7 +92,11 @@ def main() -> None:
     kernels = named(licensed(kernels.with_columns(pl.col(pl.Int64).cast(pl.Int32), causal)))
     collectives = licensed(pl.read_csv(SHARED / "collectives.csv", infer_schema_length=None).drop("row_id"))
     training = sample(pl.read_csv(SHARED / "llm_training.csv", infer_schema_length=None))
-    for name, rows in (("kernels", kernels), ("collectives", collectives), ("llm_training", training)):
+    embeddings = {
+        name: licensed(pl.read_csv(SHARED / f"{name}.csv")) for name in ("embedding_locality", "embedding_tables")
+    }
+    tables = {"kernels": kernels, "collectives": collectives, "llm_training": training, **embeddings}
+    for name, rows in tables.items():
         file = OUT / f"{name}.parquet"
         rows.write_parquet(file, compression="zstd", compression_level=19)
         print(f"{name}: {rows.height} rows, {file.stat().st_size:,} bytes")

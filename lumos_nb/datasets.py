@@ -53,6 +53,16 @@ _TRAINING = (
     *("ffn", "kv_heads", "moe_experts", "moe_topk", "seq", "tp", "pp", "cp", "vp", "ep", "dp", "sharding"),
     *("micro_batch", "global_batch", "recompute", "task", "notes", "step_time_s", "licence"),
 )
+_REUSE_BINS = (*(f"reuse_le_{2**i}" for i in range(16)), "reuse_gt_32768")
+_REUSE = (
+    *("year", "dataset", "num_tables", "batch_size", "indices_per_batch", "unique_rows_touched"),
+    *(f"frac_{of}_{name}" for of in ("rows", "accesses") for name in _REUSE_BINS),
+    *("mean_pooling_per_table", "mean_reuse", "source", "licence"),
+)
+_TABLES = (
+    *("workload", "table", "rows", "dim", "pooling_factor", "index_distribution", "weights_dtype"),
+    *("source", "licence"),
+)
 
 DATASETS = {
     "gpt-single": Dataset("gpt-single", "GPT of 2 layers on one CPU core, 10 traced steps"),
@@ -71,6 +81,8 @@ DATASETS = {
     "measured-kernels": Dataset("measured/kernels.parquet", "kernel times that others measured, by shape", _KERNELS),
     "measured-collectives": Dataset("measured/collectives.parquet", "collectives that others measured", _COLLECTIVES),
     "measured-training": Dataset("measured/llm_training.parquet", "steps that others measured, a sample", _TRAINING),
+    "embedding-locality": Dataset("measured/embedding_locality.parquet", "how often public traces reuse rows", _REUSE),
+    "embedding-tables": Dataset("measured/embedding_tables.parquet", "the 26 tables of MLPerf's DLRM-DCNv2", _TABLES),
     "cuda-variant-steps": Dataset("cuda-variant-steps.csv", "the step times behind `cuda-variants`", _STEPS),
 }
 """Every data set that the package knows by name; a source tree or an installation may hold fewer."""

@@ -3,11 +3,9 @@
 A model describes every table of a frame by parts that add up over the tables of a fused call, and gives microseconds of
 such sums. So a search over placements prices tables once, and then adds.
 
-`PhysicalLookup` counts cache lines. A batch looks up its rows in random order, so that a row with c lookups comes again
-after a share 1/c of the batch, and a cache holds what was touched in the last share t of it, where t is such that this
-fills the cache (Che, Tung and Wang, "Hierarchical web caching systems", IEEE JSAC 2002). Both follow from the reuse
-factor. On a GPU tables whose samples run at once share the cache, as in Lin et al., "Building a Performance Model for
-Deep Learning Recommendation Model Training on GPUs" (HiPC 2022), whose hit rate for uniform indices this generalises.
+`PhysicalLookup` counts cache lines: those that a lookup reads, and those that caches miss (`embedding_reuse`). On a GPU
+tables whose samples run at once share the cache, as in Lin et al., "Building a Performance Model for Deep Learning
+Recommendation Model Training on GPUs" (HiPC 2022), whose hit rate for uniform indices this generalises.
 """
 
 from __future__ import annotations
@@ -18,15 +16,15 @@ from typing import Protocol
 import msgspec
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
-from scipy.special import pdtr
+from scipy.optimize import least_squares, nnls
 
 from lumos_nb.config import Gpu
-from lumos_nb.embedding_tables import BINS, MEAN_LOOKUPS, complete_tables
-from lumos_nb.errors import LayoutError
+from lumos_nb.costs.embedding_reuse import in_units, misses, new_rows, reuse
+from lumos_nb.costs.embedding_samples import call_sums, call_times, checked_samples, median_errors, unseen_times
+from lumos_nb.display import html_table, text_table
+from lumos_nb.embedding_tables import Floats, complete_tables
+from lumos_nb.errors import CalibrationError, LayoutError
 from lumos_nb.number_formats import ELEMENT_BYTES
-
-Floats = NDArray[np.float64]
 
 
 class LookupModel(Protocol):
@@ -89,50 +87,124 @@ def checked_batch(batch: int) -> int:
     return batch
 
 
+class Cache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What holds what was used last: `unit_bytes` are loaded at once, `size_bytes` kept. A TLB's unit is a page."""
+
+    name: str
+    unit_bytes: int
+    size_bytes: float
+
+
 class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Lookups priced by the cache lines that they move: every kind of traffic costs its own time, and times add up.
+    """Lookups priced by the traffic that they cause: every kind of it costs its own time, and times add up.
 
     Attributes
     ----------
     name
         Of the device.
     line_bytes
-        What a cache loads at once: 32 on a GPU (a sector), 64 on a CPU.
-    caches_bytes
-        Sizes of the caches, nearest first; lines that one misses count beside those that the one before misses.
+        What is read at once: 32 on a GPU (a sector), 64 on a CPU.
+    caches
+        Those whose misses count.
     resident_bags
         Samples of all tables that are looked up at once, which decides how many tables share a cache; 1 on a CPU.
     forward_us, backward_us
-        Of a call, then of each of `parts_named(caches_bytes)`.
+        Of a call, then of each of `parts_named`.
+    calls, errors
+        What it was fitted on (0: on nothing), and the median |predicted / measured - 1|, forward and backward, of
+        groups of tables that a fit had not seen.
 
     Examples
     --------
-    >>> from lumos_nb.config import find_gpu
-    >>> PhysicalLookup.of_sheet(find_gpu("H100-SXM-80GB")).parts(tables, 65536)     # doctest: +SKIP
+    >>> PhysicalLookup.fit(ln.datasets.load("lookup-samples"), sheet)     # doctest: +SKIP
     """
 
     name: str
     line_bytes: int
-    caches_bytes: tuple[float, ...]
+    caches: tuple[Cache, ...]
     resident_bags: float = 1.0
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
+    calls: int = 0
+    errors: tuple[float, float] = (float("nan"), float("nan"))
 
     @classmethod
     def of_sheet(cls, gpu: Gpu) -> PhysicalLookup:
-        """What holds before any measurement: the sheet's bandwidth, an L2 2.5 times as fast, 5 us for a launch.
+        """What holds before any measurement: the sheet's bandwidth, a cache 2.5 times as fast, 5 us for a launch.
 
         The ratio is between those that Lin et al. measured (1.6 on an A100, 3.5 on a V100), the launch theirs; 45 warps
         a multiprocessor, a sample each, are those of FBGEMM's kernel. A backward pass reads and writes what a forward
-        pass reads.
+        pass reads. A sheet called "cpu", as `make calibrate` writes it, is of one thread with lines of 64 bytes and a
+        TLB of 2,048 pages; there a miss costs by the sheet too, and nothing else does.
         """
-        missed, hit = 1e6 * 32 / gpu.memory_bytes_per_s, 1e6 * 32 / (2.5 * gpu.memory_bytes_per_s)
-        forward = (5.0, 0.0, 0.0, 0.0, missed / 32, hit, missed)
-        backward = (5.0, 0.0, 0.0, 0.0, missed / 32, 2 * hit, 2 * missed)
+        on_cpu, byte_us = gpu.name == "cpu", 1e6 / gpu.memory_bytes_per_s
+        line, share = (64, 1.0) if on_cpu else (32, 0.9)
+        caches = [Cache(name="L2", unit_bytes=line, size_bytes=share * gpu.l2_bytes)]
+        caches += [Cache(name="TLB", unit_bytes=4096, size_bytes=2048 * 4096.0)] if on_cpu else []
+        traffic = [line * byte_us / 2.5, 0.0, line * byte_us, *[0.0] * (2 * len(caches))]
+        start = [5.0, 0.0, 0.0, 0.0, byte_us]
         return cls(
-            name=gpu.name, line_bytes=32, caches_bytes=(0.9 * gpu.l2_bytes,), resident_bags=45.0 * gpu.cores,
-            forward_us=forward, backward_us=backward,
+            name=gpu.name, line_bytes=line, caches=tuple(caches), resident_bags=1.0 if on_cpu else 45.0 * gpu.cores,
+            forward_us=tuple(start + traffic), backward_us=tuple(start + [2 * us for us in traffic]),
         )  # fmt: skip
+
+    @classmethod
+    def fit(cls, samples: pl.DataFrame, gpu: Gpu) -> PhysicalLookup:
+        """Fit what each kind of traffic costs, never less than nothing; caches are the sheet's.
+
+        Least squares on logarithms of time, soft where a call is far off (`scipy.optimize.least_squares`).
+
+        Parameters
+        ----------
+        samples
+            As `measure_lookups` gives them.
+        gpu
+            The sheet of the device.
+
+        Raises
+        ------
+        SchemaError
+            A column is missing or of another type.
+        CalibrationError
+            There are fewer samples than costs, or one has a time that is not positive.
+
+        Examples
+        --------
+        >>> PhysicalLookup.fit(ln.datasets.load("lookup-samples"), sheet)     # doctest: +SKIP
+        """
+        checked, start = checked_samples(samples), cls.of_sheet(gpu)
+        made = start._fitted(checked)
+        if checked["group"].n_unique() < 2:
+            return made
+        unseen = unseen_times(checked, start._fitted)
+        return msgspec.structs.replace(made, errors=median_errors(unseen, call_times(checked)))
+
+    def _fitted(self, samples: pl.DataFrame) -> PhysicalLookup:
+        """The same device with costs fitted on checked samples."""
+        sums, times = call_sums(samples, self), call_times(samples)
+        traffic = np.column_stack([np.ones(len(sums)), sums])
+        if len(times) <= traffic.shape[1]:
+            raise CalibrationError(
+                f"{len(times)} calls cannot tell {traffic.shape[1]} costs apart; record lookups for longer."
+            )
+        forward, backward = (_costs(traffic, time) for time in times.T)
+        return msgspec.structs.replace(self, forward_us=forward, backward_us=backward, calls=len(times))
+
+    def __repr__(self) -> str:
+        return text_table(self.costs(), caption=self._caption())
+
+    def _repr_html_(self) -> str:
+        return html_table(self.costs(), caption=self._caption())
+
+    def costs(self) -> pl.DataFrame:
+        """What each kind of traffic costs: `cost`, `forward_ns`, `backward_ns`."""
+        forward, backward = (1e3 * np.array(us) for us in (self.forward_us, self.backward_us))
+        return pl.DataFrame(
+            {"cost": ["call", *parts_named(self.caches)], "forward_ns": forward, "backward_ns": backward}
+        )
+
+    def _caption(self) -> str:
+        return f"Lookups on {self.name}: {described(self.calls, self.errors)}"
 
     def parts(self, tables: pl.DataFrame, batch: int) -> Floats:
         """Traffic of each table: (n, k), columns as `parts_named` has them."""
@@ -141,13 +213,15 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         row_bytes = dim * tables["dtype"].replace_strict(ELEMENT_BYTES, return_dtype=pl.Float64).to_numpy()
         lookups, lines = batch * pooling, np.ceil(row_bytes / self.line_bytes)
         distinct, often = reuse(tables, batch)
-        shared = max(self.resident_bags / batch, 1.0)
-        missed = [
-            lines * misses(distinct, often, size / shared / (lines * self.line_bytes)) for size in self.caches_bytes
-        ]
-        streamed = 12 * lookups + 8 * batch + batch * row_bytes  # an index and a weight, an offset, a result
-        ones = np.ones(len(rows))
-        return np.column_stack([ones, ones * batch, lookups, streamed, lines * lookups, *missed])
+        new = new_rows(distinct, rows)
+        ones, together = np.ones(len(rows)), max(self.resident_bags / batch, 1.0)
+        found = [ones, ones * batch, lookups, 12 * lookups + (8 + row_bytes) * batch, lines * lookups]
+        for cache in self.caches:
+            units = np.ceil(row_bytes / cache.unit_bytes)
+            touched = in_units(distinct, often, rows, row_bytes / cache.unit_bytes)
+            missed = misses(*touched, cache.size_bytes / together / (units * cache.unit_bytes))
+            found += [missed, missed * units]
+        return np.column_stack([*found, new, new * lines])
 
     def of_sums(self, sums: Floats) -> Floats:
         """Forward and backward microseconds from sums of parts: (m, k) -> (m, 2)."""
@@ -155,53 +229,31 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return priced
 
 
-def parts_named(caches_bytes: Sequence[float]) -> list[str]:
+def parts_named(caches: Sequence[Cache]) -> list[str]:
     """Names of the parts of a `PhysicalLookup`."""
-    missed = [f"lines beyond cache {level + 1}" for level in range(len(caches_bytes))]
-    return ["tables", "samples", "lookups", "streamed bytes", "lines", *missed]
+    missed = [f"{what} beyond {cache.name}" for cache in caches for what in ("rows", "units")]
+    return ["tables", "samples", "lookups", "streamed bytes", "lines", *missed, "new rows", "new lines"]
 
 
-def bins_of(tables: pl.DataFrame, batch: int) -> Floats:
-    """The reuse factors of tables, (n, 17); where they are not known, those expected of uniform indices."""
-    share = tables.select(BINS).to_numpy().copy()
-    unknown = share.sum(axis=1) == 0
-    often = batch * tables["pooling"].to_numpy()[unknown] / tables["rows"].to_numpy()[unknown]
-    below = pdtr(np.array([0, *2 ** np.arange(16), np.inf]), np.maximum(often, 1e-9)[:, None])  # Poisson
-    share[unknown] = np.diff(below, axis=1) / (1 - below[:, :1])
-    return share
+def _costs(traffic: Floats, time_us: Floats) -> tuple[float, ...]:
+    """Non-negative costs of each kind of traffic that explain times, all to about the same share."""
+    relative = traffic / time_us[:, None]
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
+    unit = relative / scale
+    start = np.maximum(nnls(unit, np.ones(len(unit)))[0], 1e-6)
+    found = least_squares(
+        lambda costs: np.log(unit @ costs), start, jac=lambda costs: unit / (unit @ costs)[:, None],
+        bounds=(0, np.inf), loss="soft_l1", f_scale=0.1,
+    )  # fmt: skip
+    kept = np.where(found.x > 1e-5, found.x, 0.0)  # of any call less than a thousandth of a percent: nothing
+    return tuple(float(cost) for cost in kept / scale)
 
 
-def reuse(tables: pl.DataFrame, batch: int) -> tuple[Floats, Floats]:
-    """Rows of each table that a batch looks up, by bin, and mean lookups of one of these: (n, 17) both.
-
-    Never more rows than a table has: where bins of another batch would have it so, rows are looked up more often.
-    """
-    rows, lookups = tables["rows"].cast(pl.Float64).to_numpy(), batch * tables["pooling"].to_numpy()
-    share = bins_of(tables, batch)
-    known = tables.select(pl.sum_horizontal(BINS)).to_series().to_numpy() > 0
-    mean = share @ MEAN_LOOKUPS
-    distinct = np.where(known, np.minimum(lookups / mean, rows), -rows * np.expm1(-lookups / rows))
-    stretch = np.divide(lookups, distinct * mean, out=np.ones_like(mean), where=distinct > 0)
-    return distinct[:, None] * share, stretch[:, None] * MEAN_LOOKUPS
-
-
-_WINDOWS = np.exp(np.linspace(np.log(1e-6), 0.0, 97))
-"""Shares of a batch, at which what is touched and what is missed are known; between them both are interpolated."""
-
-
-def misses(distinct: Floats, often: Floats, held: Floats) -> Floats:
-    """Lookups of each table whose row a cache does not hold: (n,).
-
-    Parameters
-    ----------
-    distinct, often
-        As `reuse` gives them, (n, 17).
-    held
-        Rows that the cache holds, (n,). At first it holds none.
-    """
-    gone = (1 - _WINDOWS) ** often[:, :, None]  # of a row, the chance to be in no lookup of a window: (n, 17, windows)
-    touched = np.einsum("nb,nbw->nw", distinct, 1 - gone)
-    again = np.einsum("nb,nbw->nw", distinct * np.maximum(often - 1, 0), gone)
-    at = [np.interp(held[i], touched[i], again[i], right=0.0) for i in range(len(held))]
-    missed: Floats = distinct.sum(axis=1) + np.array(at)
-    return missed
+def described(calls: int, errors: tuple[float, float]) -> str:
+    """What a model was fitted on and how far off it is, in words."""
+    if not calls:
+        return "by the data sheet, nothing measured"
+    forward, backward = errors
+    return (
+        f"{calls:,} calls; median error on tables that it had not seen {forward:.1%} forward, {backward:.1%} backward"
+    )

@@ -94,7 +94,8 @@ def _number_formats(device: str) -> tuple[str, ...]:
     return ("fp32", "fp16", *(dtype for dtype, least in fine if major_minor >= least))
 
 
-def _check(device: str) -> None:
+def check_device(device: str) -> None:
+    """Raise InputError or CaptureError unless samples can be taken of this device here."""
     import torch
 
     if device not in ("cpu", "cuda"):
@@ -159,7 +160,7 @@ def measure_kernels(
     known = {op.op for op in OPS}
     if unknown := set(families or ()) - known:
         raise InputError(f"unknown families {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}.")
-    _check(device)
+    check_device(device)
     with quiet_process():
         rows = _measured(device, budget_s, tuple(families) if families else None, seed)
     about = describe_machine(device)
@@ -240,7 +241,7 @@ def record(
     CaptureError
         There is no such device, or a rank failed.
     """
-    _check(device)
+    check_device(device)
     out.mkdir(parents=True, exist_ok=True)
     backend = "nccl" if device == "cuda" else "gloo"
     sizes = [n for n in world_sizes if device == "cpu" or n <= _gpus()]
