@@ -26,15 +26,21 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-NAME = re.compile(r"([A-Za-z]\w*)::([A-Za-z_]\w*)(?:\.([A-Za-z_]\w*))?")
+NAME = re.compile(r"([A-Za-z_]\w*)::([A-Za-z_]\w*)(?:\.([A-Za-z_]\w*))?")
 KINDS = {"Tensor", "SymInt", "int", "float", "bool", "number", "Scalar", "ScalarType", "Layout", "Device", "Generator"}
 KINDS |= {"MemoryFormat", "NoneType"}
 WORDS = {"approximate", "reduce", "mode", "rounding_mode", "padding", "padding_mode", "indexing", "equation", "ord"}
+WORDS |= {"reduce_op", "group_name"}
+"""Of arguments that are text."""
+DEFAULT = "0"
+"""Name of the group of all ranks."""
 SPARE = 0.8
 """Share of the free memory that may be taken."""
 Run = Callable[[], None]
@@ -47,7 +53,7 @@ class Unusable(Exception):
 def find_op(name: str) -> Any:
     """The operator of torch's registry that bears this name; only such as take nothing but tensors and numbers."""
     parts = NAME.fullmatch(name)
-    if not parts or parts[2].startswith("__"):
+    if not parts or any(part and part.startswith("__") for part in parts.groups()):
         raise Unusable(f"{name[:80]!r} is no operator's name")
     try:
         found = getattr(getattr(getattr(torch.ops, parts[1]), parts[2]), parts[3] or "default")
@@ -57,7 +63,7 @@ def find_op(name: str) -> Any:
         raise Unusable(f"{name} is no operator")
     for argument in found._schema.arguments:
         kinds = set(re.findall(r"\w+", re.sub(r"Optional|List", "", str(argument.type))))
-        if not kinds <= KINDS and not (kinds == {"str"} and argument.name in WORDS):
+        if not kinds <= KINDS and not (kinds <= {"str", "Any"} and argument.name in WORDS):
             raise Unusable(f"{name} takes {argument.name}, a {argument.type}: only tensors and numbers are given")
     return found
 
@@ -110,12 +116,70 @@ def fill(flat: torch.Tensor, rule: Sequence[Any], drawn: Path) -> None:
         raise Unusable(f"{kind!r} is no rule of values.")
 
 
+def issue(what: str, out: Sequence[Any], given: Sequence[Any], said: dict[str, Any], group: Any) -> Any:
+    """Begin a collective or a message on the tensors for its results (in place: all) and those that it gives."""
+    later, peer = {"group": group, "async_op": True}, said["peer"]
+    match what:
+        case "all_reduce":
+            return [dist.all_reduce(one, **later) for one in out][-1]
+        case "all_gather" if len(out) == 1:
+            return dist.all_gather_into_tensor(out[0], given[0], **later)
+        case "all_gather":
+            return dist.all_gather(list(out), given[0], **later)
+        case "reduce_scatter" if len(given) == 1:
+            return dist.reduce_scatter_tensor(out[0], given[0], **later)
+        case "reduce_scatter":
+            return dist.reduce_scatter(out[0], list(given), **later)
+        case "all_to_all" if len(given) == 1:
+            return dist.all_to_all_single(out[0], given[0], *said["splits"], **later)
+        case "all_to_all":
+            return dist.all_to_all(list(out), list(given), **later)
+        case "broadcast":
+            return dist.broadcast(out[0], group_src=peer, **later)
+        case "reduce":
+            return dist.reduce(out[0], group_dst=peer, **later)
+        case "gather":
+            return dist.gather(given[0], list(out) or None, group_dst=peer, **later)
+        case "scatter":
+            return dist.scatter(out[0], list(given) or None, group_src=peer, **later)
+        case "send":
+            return dist.isend(out[0], group=group, group_dst=peer)
+        case "recv":
+            return dist.irecv(out[0], group=group, group_src=peer)
+        case "barrier":
+            return dist.barrier(**later)
+    raise Unusable(f"{what[:80]!r} is no collective")
+
+
+def join(groups: dict[str, list[int]], rank: int, device: str) -> dict[str, Any]:
+    """Process groups by the trace's names; one process alone has peers that torch's fake group plays."""
+    world = len(groups[DEFAULT])
+    if "WORLD_SIZE" not in os.environ and world > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    elif int(os.environ.get("WORLD_SIZE", "1")) != world:
+        raise Unusable(f"{world} ranks were traced: launch as many, or one without torchrun, with fake peers.")
+    elif world > 1:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=120))
+    else:
+        return {DEFAULT: None}
+    every, mine = [*range(world)], {DEFAULT: dist.group.WORLD}
+    for name, ranks in sorted(groups.items()):
+        if ranks == every:
+            mine[name] = dist.group.WORLD
+        elif dist.get_rank() in ranks:
+            mine[name] = dist.new_group(ranks, use_local_synchronization=True)
+    return mine
+
+
 class Bench:
     """The chosen calls of a workload, each bound to its operator, slots and constants."""
 
     def __init__(self, folder: Path, device: str, wanted: Callable[[int, list[str]], bool]) -> None:
         self.folder, self.device = folder, device
-        self.table = json.loads((folder / "workload.json").read_text())
+        own = folder / f"workload-{os.environ.get('RANK', '0')}.json"
+        self.table = json.loads((own if own.exists() else folder / "workload.json").read_text())
         self.slots, self.memory = self.table["slots"], self.table["memory"]
         self.calls = [call for at, call in enumerate(self.table["calls"]) if wanted(at, self.path(call))]
         if not self.calls:
@@ -125,6 +189,8 @@ class Bench:
         self.last = {slot: at for at, call in enumerate(self.calls) for slot in slots_in([*call["in"].values()])}
         self.given = sorted(set(self.last) - self.made)
         self.stand_ins: Counter[tuple[str, str]] = Counter()
+        self.groups = join(self.table["groups"], self.table["source"]["rank"], device)
+        self.works: dict[int, Any] = {}
 
     def path(self, call: dict[str, Any]) -> list[str]:
         """The operator's name and those of all that the call is within."""
@@ -196,6 +262,8 @@ class Bench:
 
     def bound(self, at: int, call: dict[str, Any]) -> Run:
         """The function that makes a call. As little as can be is done in it: what can be settled is settled here."""
+        if "comm" in call:
+            return self.talk(at, call)
         if not self.table["ops"][call["op"]]:
             raise Unusable(call["why"])
         found = find_op(self.table["ops"][call["op"]])
@@ -208,6 +276,8 @@ class Bench:
             value = given.get(argument.name, argument.default_value)
             if "Device" in str(argument.type) and value is not None:
                 value = torch.device(self.device if str(value).startswith("cuda") else "cpu")
+            if argument.name == "group_name":
+                value = self.groups[value].group_name
             slot = value["slot"] if isinstance(value, dict) else self.constant(value)
             if isinstance(value, list) and any(slots_in(value)):
                 parts = [one["slot"] if isinstance(one, dict) else self.constant(one) for one in value]
@@ -248,6 +318,23 @@ class Bench:
             return any_results
         target = kept[0][1] if kept else -1
         return one_result if kept else no_result
+
+    def talk(self, at: int, call: dict[str, Any]) -> Run:
+        """The function that issues a collective or a message, or waits for one."""
+        what, said, values, works = self.table["ops"][call["op"]], call["comm"], self.values, self.works
+        handle, (dead, _), group = said["handle"], self.ends(at, call), self.groups.get(said.get("group"))
+        out, given = (getter([*slots_in(call["in"].get(side, []))]) for side in ("out", "given"))
+
+        def start() -> None:
+            works[handle] = issue(what, out(values), given(values), said, group)
+            for slot in dead:
+                values[slot] = None
+
+        def wait() -> None:
+            if (work := works.pop(handle, None)) is not None:
+                work.wait()
+
+        return wait if what == "wait" else start
 
     def constant(self, value: Any) -> int:
         """Where a constant lies while calls are made."""
@@ -350,6 +437,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gaps", choices=["none", "recorded"], default="none", help="between calls, on the host")
     parser.add_argument("--only", metavar="NAME", help="calls of this operator, or within what has NAME in its name")
     parser.add_argument("--range", default=":", metavar="FROM:TO", help="calls by their numbers")
+    parser.add_argument("--threads", type=int, metavar="N", help="of each operator on a CPU (as traced, if known)")
     parser.add_argument("--part", choices=["all", "compute", "comm"], default="all")
     return parser.parse_args(argv)
 
@@ -361,7 +449,8 @@ def chosen(arguments: argparse.Namespace) -> Callable[[int, list[str]], bool]:
 
     def wanted(at: int, path: list[str]) -> bool:
         within = arguments.only is None or any(arguments.only in name for name in path)
-        return start <= at < end and within
+        talks = ("::" not in path[0] and bool(path[0])) or path[0].startswith("_c10d_functional")
+        return start <= at < end and within and arguments.part in ("all", "comm" if talks else "compute")
 
     return wanted
 
@@ -370,6 +459,8 @@ def main(argv: Sequence[str] | None = None, folder: Path | None = None) -> list[
     """Run what the command line says; the times of the iterations, in ns."""
     arguments = arguments_of(argv)
     bench = Bench(folder or Path(__file__).parent, arguments.device, chosen(arguments))
+    if threads := arguments.threads or bench.table["source"].get("threads"):
+        torch.set_num_threads(threads)
     with torch.no_grad():
         bench.allocate()
         program = bench.bind()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,10 +17,13 @@ import msgspec
 import polars as pl
 
 from lumos_nb.errors import TraceError
+from lumos_nb.fake_group import BOOKKEEPING_OPS
 from lumos_nb.traces.execution_trace import ExecutionTrace
 
-SCHEMA = re.compile(r"([A-Za-z]\w*::[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)\(")
+SCHEMA = re.compile(r"([A-Za-z_]\w*::[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)\(")
 COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_SUBCLASS = "PythonSubclass"
+"""What torch calls the Python code of a tensor's subclass in a trace; DTensor's, say."""
 STEP = re.compile(r"ProfilerStep#\d+")
 
 DTYPES = {
@@ -160,12 +163,42 @@ def _argument(dtypes: Iterator[str], value: Any, shape: Any, strides: Any) -> An
     return value
 
 
+_NAME = re.compile(r"([A-Za-z_]\w*)\s*(?:=[^,]*)?$")
+
+
+def schema_names(schema: str) -> list[str]:
+    """The names of a schema's arguments, in order."""
+    text, depth, parts = schema[schema.find("(") + 1 :], 0, [""]
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if depth < 0:
+            break
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [found[1] for part in parts if (found := _NAME.search(part.strip()))]
+
+
+def _nowhere(nodes: list[Node]) -> set[int]:
+    """The address of nothing, where tensors without elements are, and those that only wrap others."""
+    empty, made = set(), set()
+    for node in nodes:
+        for tensor in tensors_of(node.outputs):
+            if not tensor.numel:
+                empty.add(tensor.storage)
+            elif node.name in ("aten::empty", "aten::empty_strided"):
+                made.add(tensor.storage)
+    return empty - made
+
+
 class Uses:
     """When each storage is made, and when each of its views is read."""
 
     def __init__(self, nodes: list[Node]) -> None:
         self.made: dict[int, list[int]] = {}
         self.read: dict[Tensor, list[int]] = {}
+        self.nowhere = _nowhere(nodes)
         for node in nodes:
             if node.kind != "operator" and not node.kernel:
                 continue
@@ -176,6 +209,12 @@ class Uses:
             for tensor in tensors_of(node.outputs):
                 if tensor.storage not in given:
                     self.made.setdefault(tensor.storage, []).append(node.id)
+
+    def wraps(self, node: Node) -> bool:
+        """Whether it is called on a tensor of a subclass, whose parts the operators under it are called on."""
+        if any(one.name == _SUBCLASS for one in node.below()):
+            return True
+        return any(one.storage in self.nowhere and one.numel for one in tensors_of([*node.inputs, *node.outputs]))
 
     def needs(self, tensor: Tensor, after: int) -> bool:
         """Whether it is read after this node, before its memory is another tensor's."""
@@ -188,7 +227,7 @@ class Uses:
         return again == len(made) or reads[at] <= made[again]
 
 
-def choose(nodes: list[Node], composite: set[str]) -> list[Node]:
+def choose(nodes: list[Node], composite: Callable[[str], bool | None]) -> list[Node]:
     """The nodes that are called, in order of their starts.
 
     Parameters
@@ -196,21 +235,33 @@ def choose(nodes: list[Node], composite: set[str]) -> list[Node]:
     nodes
         As `read_nodes` gives them.
     composite
-        Names of operators that do nothing but call others.
+        Says whether an operator does nothing but call others; None of one that cannot be called.
     """
     uses = Uses(nodes)
     chosen: list[Node] = []
     stack = [node for node in nodes if node.parent is None][::-1]
     while stack:
         node = stack.pop()
-        operator = node.op is not None and node.kind == "operator"
-        if node.kind in ("comm", "group"):
-            chosen += [node] if node.kind == "comm" else []
-        elif node.kernel or (operator and (node.op not in composite or not _hides(node, uses))):
+        if node.kernel or node.kind == "comm" or _is_wait(node) or _is_called(node, uses, composite):
             chosen.append(node)
         else:
             stack += node.children[::-1]
     return sorted(chosen, key=lambda node: node.id)
+
+
+def _is_called(node: Node, uses: Uses, composite: Callable[[str], bool | None]) -> bool:
+    if node.kind != "operator" or node.op in BOOKKEEPING_OPS or uses.wraps(node):
+        return False
+    kind = None if node.op is None or node.communicates else composite(node.op)
+    if kind is None and not node.communicates:  # what is under it may be callable
+        return not any(one.kind == "operator" for one in node.below())
+    return not kind or not _hides(node, uses)
+
+
+def _is_wait(node: Node) -> bool:
+    return (
+        node.kind == "annotation" and node.name.startswith("wait::") and not any(n.communicates for n in node.below())
+    )
 
 
 def _hides(node: Node, uses: Uses) -> bool:

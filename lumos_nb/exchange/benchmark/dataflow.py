@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from lumos_nb.exchange.benchmark.calls import DTYPES, Node, Tensor, tensors_of
+from lumos_nb.exchange.benchmark.collectives import Communication
 from lumos_nb.exchange.benchmark.values import DATA_DEPENDENT, Rule, need, stricter
 
 _BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4}
@@ -42,6 +44,13 @@ class Call:
     arguments: dict[str, Any]
     out: list[int]
     reason: str = ""
+    talk: Communication | None = None
+    handle: int = -1
+    """Of what communicates: what its wait is known by, in the program."""
+
+    def slots(self) -> set[int]:
+        """Slots that it reads."""
+        return {*_slots_in([*self.arguments.values()])}
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -63,12 +72,42 @@ class Dataflow:
         self.notes: Counter[str] = Counter()
         self._at: dict[int, Memory] = {}
         self._forced: dict[tuple[Tensor, str], Slot] = {}
+        self._handles: dict[str, int] = {}
 
     def add(self, node: Node, op: str, arguments: dict[str, Any], reason: str = "") -> None:
         """Call an operator with these arguments, or a stand-in for the reason."""
         short = op.partition("::")[2].partition(".")[0]
         bound = {name: self._argument(short, arguments, name, value, 0) for name, value in arguments.items()}
         self.calls.append(Call(op, node, bound, self._results(short, node), reason))
+
+    def communicate(self, node: Node, talk: Communication) -> None:
+        """Issue a collective or a message, or wait for one that was issued in this step."""
+        if talk.what == "wait":
+            if (handle := self._handles.pop(talk.label, None)) is not None:
+                self.calls.append(Call("wait", node, {}, [], talk=talk, handle=handle))
+            return
+        slots = {"out": [*map(self._read, talk.out)], "given": [*map(self._read, talk.given)]}
+        handle = sum(call.talk is not None for call in self.calls)
+        self.calls.append(Call(talk.what, node, slots, [], talk=talk, handle=handle))
+        if talk.label:
+            self._handles[talk.label] = handle
+
+    def with_waits(self) -> list[Call]:
+        """The calls; what nothing waits for is waited for where its memory is next used, and at the end."""
+        waited = {call.handle for call in self.calls if call.op == "wait"}
+        open_handles: dict[int, set[int]] = {}
+        calls: list[Call] = []
+        for call in [*self.calls, None]:
+            used = {self.slots[slot][0] for slot in call.slots()} if call else set()
+            for handle in [h for h, memories in open_handles.items() if call is None or memories & used]:
+                del open_handles[handle]
+                calls.append(Call("wait", (call or self.calls[-1]).node, {}, [], talk=WAIT, handle=handle))
+            if call is None:
+                break
+            calls.append(call)
+            if call.talk is not None and call.handle not in waited:
+                open_handles[call.handle] = used
+        return calls
 
     def _argument(self, op: str, arguments: dict[str, Any], name: str, value: Any, position: int) -> Any:
         if isinstance(value, list):
@@ -158,6 +197,17 @@ class Dataflow:
         memory = self._at[value.storage] = self._new(value, given=op in DATA_DEPENDENT)
         slot = self._slot(memory, value)
         return -1 if memory.given else slot
+
+
+WAIT = Communication("wait", "")
+
+
+def _slots_in(values: list[Any]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, Slot):
+            yield int(value)
+        elif isinstance(value, list):
+            yield from _slots_in(value)
 
 
 def _leaves(values: list[Any]) -> list[Any]:

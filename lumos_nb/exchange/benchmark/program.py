@@ -14,13 +14,14 @@ import polars as pl
 
 from lumos_nb.display import format_bytes, format_share, html_table, text_table
 from lumos_nb.errors import InputError
-from lumos_nb.exchange.benchmark.calls import Node, Tensor, choose, read_nodes, tensors_of
+from lumos_nb.exchange.benchmark.calls import Node, Tensor, choose, read_nodes, schema_names, tensors_of
+from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP, Communications
 from lumos_nb.exchange.benchmark.dataflow import STAND_IN, Call, Dataflow, Slot
 from lumos_nb.exchange.benchmark.values import common
-from lumos_nb.traces.execution_trace import ExecutionTrace, load_execution_trace
+from lumos_nb.traces.execution_trace import ExecutionTrace, is_execution_trace, load_execution_trace
+from lumos_nb.traces.files import files_of
 
 RUNNER = Path(__file__).with_name("bench.py")
-_ENDINGS = re.compile(r"([A-Za-z_]\w*)\s*(?:=[^,]*)?$")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,15 +98,29 @@ def workload(trace: ExecutionTrace | str | Path, *, rank: int | None = None, ste
     found = trace if isinstance(trace, ExecutionTrace) else load_execution_trace(trace, rank=rank)
     nodes = read_nodes(found, step)
     registry = Registry()
-    chosen = choose(nodes, {name for name in {node.op for node in nodes if node.op} if registry.is_composite(name)})
+    chosen = choose(nodes, registry.is_composite)
     flow = Dataflow()
+    talks = Communications(found)
     for node in chosen:
-        bound = registry.bind(node)
+        talk = talks.of(node)
+        if talk is not None:
+            flow.communicate(node, talk)
+            continue
+        if node.kind == "comm":
+            flow.notes["records of communication that no operator issues are left out"] += 1
+            continue
+        bound = registry.bind(node, talks.groups)
         if isinstance(bound, str):
             flow.add(node, STAND_IN, {"inputs": [*tensors_of(node.inputs)]}, bound)
         else:
             flow.add(node, node.op or "", bound)
-    return _tabled(flow, nodes, found)
+    return _tabled(flow, nodes, found, talks.groups, _rank(found, rank))
+
+
+def _rank(trace: ExecutionTrace, rank: int | None) -> int:
+    """Whose trace it is: as given, else as NCCL's records say, else by the last number in the file's name."""
+    said = [rank, trace.comms["rank"].drop_nulls().max(), *re.findall(r"\d+", trace.path.name)[-1:], 0]
+    return next(int(str(one)) for one in said if one is not None)
 
 
 class Registry:
@@ -125,23 +140,24 @@ class Registry:
                 self._found[name] = str(error)
         return self._found[name]
 
-    def is_composite(self, name: str) -> bool:
-        """Whether it does nothing but call other operators."""
+    def is_composite(self, name: str) -> bool | None:
+        """Whether it does nothing but call other operators; None if there is no such operator to call."""
         import torch
 
-        found = self.find(name)
-        return not isinstance(found, str) and bool(
-            torch._C._dispatch_has_kernel_for_dispatch_key(found.name(), "CompositeImplicitAutograd")
-        )
+        if isinstance(found := self.find(name), str):
+            return None
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(found.name(), "CompositeImplicitAutograd"))
 
-    def bind(self, node: Node) -> dict[str, Any] | str:
+    def bind(self, node: Node, groups: Mapping[str, list[int]]) -> dict[str, Any] | str:
         """Arguments by the names that this torch has for them, or a line that says why they do not fit."""
         if node.op is None:
-            return f"{node.name} is a kernel of its own"
+            return (
+                f"{node.name} is a kernel of its own" if node.kernel else f"{node.name} has no schema that can be read"
+            )
         found = self.find(node.op)
         if isinstance(found, str):
             return found
-        names = _names(node.schema or "")
+        names = schema_names(node.schema or "")
         if len(names) != len(node.inputs):
             return f"{node.op} has {len(node.inputs)} arguments in the trace, {len(names)} in its schema"
         recorded = dict(zip(names, node.inputs, strict=True))
@@ -149,23 +165,11 @@ class Registry:
         for argument in found._schema.arguments:
             if argument.name in recorded:
                 bound[argument.name] = _constant(argument, recorded[argument.name])
+                if argument.name == "group_name" and bound[argument.name] not in groups:
+                    bound[argument.name] = DEFAULT_GROUP
             elif not argument.has_default_value():
                 return f"{node.op} takes {argument.name}, which the trace does not have"
         return bound
-
-
-def _names(schema: str) -> list[str]:
-    """The names of a schema's arguments, in order."""
-    text, depth, parts = schema[schema.find("(") + 1 :], 0, [""]
-    for letter in text:
-        depth += (letter in "([") - (letter in ")]")
-        if depth < 0:
-            break
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [found[1] for part in parts if (found := _ENDINGS.search(part.strip()))]
 
 
 def _constant(argument: Any, value: Any) -> Any:
@@ -180,8 +184,11 @@ def _constant(argument: Any, value: Any) -> Any:
     return value
 
 
-def _tabled(flow: Dataflow, nodes: list[Node], trace: ExecutionTrace) -> Workload:
-    ops = sorted({call.op for call in flow.calls})
+def _tabled(
+    flow: Dataflow, nodes: list[Node], trace: ExecutionTrace, groups: Mapping[str, list[int]], rank: int
+) -> Workload:
+    calls = flow.with_waits()
+    ops = sorted({call.op for call in calls})
     number = {op: at for at, op in enumerate(ops)}
     scopes = _Scopes()
     first: dict[int, Tensor] = {}
@@ -189,7 +196,8 @@ def _tabled(flow: Dataflow, nodes: list[Node], trace: ExecutionTrace) -> Workloa
         first.setdefault(at, tensor)
     table = {
         "format": "lumos_nb benchmark 1",
-        "source": {"schema": trace.metadata["schema"], "nodes": len(nodes)},
+        "source": {"schema": trace.metadata["schema"], "nodes": len(nodes), "rank": rank},
+        "groups": groups,
         "ops": ops,
         "scopes": scopes.rows,
         "memory": [[m.bytes, m.device, m.dtype, m.rule or common(first[m.number])] for m in flow.memories],
@@ -201,11 +209,19 @@ def _tabled(flow: Dataflow, nodes: list[Node], trace: ExecutionTrace) -> Workloa
                 "out": [int(slot) for slot in call.out],
                 "scope": scopes.number(call.node),
                 **({"why": call.reason} if call.reason else {}),
+                **({"comm": _talk(call)} if call.talk else {}),
             }
-            for call in flow.calls
+            for call in calls
         ],
     }
-    return Workload(table, _call_table(flow.calls, nodes), _note_table(flow.notes))
+    return Workload(table, _call_table(calls, nodes), _note_table(flow.notes))
+
+
+def _talk(call: Call) -> dict[str, Any]:
+    talk = call.talk
+    if talk is None or talk.what == "wait":
+        return {"handle": call.handle}
+    return {"handle": call.handle, "group": talk.group, "peer": talk.peer, "splits": talk.splits}
 
 
 def _encoded(value: Any) -> Any:
@@ -290,8 +306,21 @@ def generate(
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file: give a folder.")
-    made = workload(trace, rank=rank, step=step)
+    ranks = [rank] if rank is not None or isinstance(trace, ExecutionTrace) else _ranks_at(trace)
+    made = [workload(trace, rank=one, step=step) for one in ranks]
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("workload*.json"):
+        old.unlink()
     shutil.copyfile(RUNNER, folder / RUNNER.name)
-    (folder / "workload.json").write_bytes(msgspec.json.encode(made.table))
-    return made
+    for one in made:
+        name = "workload.json" if len(made) == 1 else f"workload-{one.table['source']['rank']}.json"
+        (folder / name).write_bytes(msgspec.json.encode(one.table))
+    return made[0]
+
+
+def _ranks_at(path: str | Path) -> list[int | None]:
+    """Ranks whose execution traces are there, by the last number in a file's name; None of a single one."""
+    with files_of(path) as files:
+        found = [file for file in files.traces if is_execution_trace(file)]
+        numbers = [int(number) for file in found for number in re.findall(r"\d+", file.name)[-1:]]
+    return [*sorted(set(numbers))] if len(found) > 1 else [None]
