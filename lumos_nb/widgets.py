@@ -128,7 +128,7 @@ def _number(name: str, value: int) -> ui.BoundedIntText:
 
 
 WIDE = {"description_width": "110px"}
-MOST_ROWS = 10
+MOST_ROWS, WIDTH_PX = 10, 760
 OF_AN_OP = ("rank", "lane", "kind", "name", "start_ns", "dur_ns", "slack_ns")
 SCALED = ("kernel", "cpu", "gap", "launch", "memcpy", "memset", "comm", "wait")
 """Kinds of ops that get a slider."""
@@ -159,18 +159,21 @@ def explore(run: Run, other: Run | None = None) -> Panel:
 
     def make(step: int, **_: Any) -> list[Result]:
         found = replayed(step)
-        window.max = max(found[0].makespan_ns // NS_PER_MS, 1)
+        window.max = found[0].makespan_ns // NS_PER_MS + 1
         return found
 
     def draw(found: list[Result], step: int, ranks: Sequence[int], window: tuple[int, int]) -> Shown:
         begin_ns, end_ns = (ms * NS_PER_MS for ms in window)
-        yield charts.timeline(found[0], window_ns=(begin_ns, end_ns) if end_ns > begin_ns else None, ranks=ranks)
+        window_ns = (begin_ns, min(end_ns, found[0].makespan_ns)) if end_ns > begin_ns else None
+        yield charts.timeline(found[0], window_ns=window_ns, ranks=ranks, width_px=WIDTH_PX)
         yield charts.breakdown_bars({name: breakdown(one) for name, one in zip(("", "other"), found, strict=False)})
         if other:
             yield compare(*found).head(MOST_ROWS)
         else:
             yield found[0].ops.filter(pl.col("rank").is_in(ranks)).select(*OF_AN_OP).top_k(MOST_ROWS, by="dur_ns")
 
+    make(steps[0])
+    window.value = (0, window.max)
     controls = {
         "step": _choice("step", steps, steps[0]),
         "ranks": ui.SelectMultiple(options=ranks, value=ranks, description="ranks", rows=3, style=WIDE),
@@ -239,7 +242,7 @@ def configure(model: str = "llama-3-8b", gpu: str = "H100-SXM-80GB", nodes: int 
 
     def draw(found: Estimate, **_: Any) -> Shown:
         yield found
-        names = ("then",) if len(last) < 2 else ("before", "then")
+        names = ("",) if len(last) < 2 else ("before", "then")
         yield charts.breakdown_bars({name: one.breakdown for name, one in zip(names, last, strict=True)})
         yield llm_charts.memory_bars(found.memory, limit_bytes=found.cluster.gpu_sheet.memory_bytes)
 
