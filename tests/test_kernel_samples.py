@@ -367,3 +367,12 @@ def test_the_time_of_a_real_run_is_all_there_and_much_of_it_has_sizes(traces: Pa
     assert sized_share(samples) >= least
     with_work(sized.drop("family"))  # takes all of it
     assert undecoded(samples)["share"].sum() == pytest.approx(1 - sized_share(samples))
+
+
+def test_what_a_sparse_tensor_adds_has_no_size() -> None:
+    dims = [[546996, 64], [546996, 64], []]
+    assert sizes_of("aten::add", Call(dims, [[64, 1], [], []], ["float", "float", "Scalar"]))["why"].startswith(
+        "a sparse"
+    )
+    assert sizes_of("aten::add", Call(dims, [[64, 1], [64, 1], []], ["float", "float", "Scalar"]))["why"] is None
+    assert sizes_of("aten::add", Call(dims, [], ["float", "float", "Scalar"]))["why"] is None

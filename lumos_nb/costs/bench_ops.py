@@ -40,6 +40,12 @@ def _attention(torch: Any, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tenso
     return shared
 
 
+def _products(torch: Any, case: Case, x: Tensor, pairs: Tensor) -> Tensor:
+    """Of every two vectors of a sample, as in a DLRM."""
+    products: Tensor = torch.bmm(x, x.transpose(1, 2))[:, pairs[0], pairs[1]]
+    return products
+
+
 def _adamw(torch: Any, case: Case, p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> None:
     rates = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
     torch._fused_adamw_([p], [g], [m], [v], [], [step], amsgrad=False, maximize=False, **rates)
@@ -108,8 +114,8 @@ OPS: tuple[Op, ...] = (
         lambda torch, c, g, i: torch.ops.aten.embedding_dense_backward(g, i, c.n, -1, False),
     ),
     Op("index", "any", "lookup", "ei", lambda torch, c, e, i: torch.index_select(e, 0, i)),
-    Op("index", "fwd", "pairs", "fl", lambda torch, c, x, at: x[:, at[0], at[1]]),
-    Op("index", "bwd", "pairs", "Fl", lambda torch, c, x, at: x[:, at[0], at[1]], True),
+    Op("interaction", "fwd", "vectors", "fl", _products),
+    Op("interaction", "bwd", "vectors", "Fl", _products, True),
     Op("transpose", "any", "movement", "x", lambda torch, c, x: x.t().contiguous()),
     Op("concat", "any", "movement", "hh", lambda torch, c, x, y: torch.cat((x, y), -1)),
     Op("copy", "any", "movement", "xx", lambda torch, c, x, y: x.copy_(y)),
@@ -207,8 +213,8 @@ class Tensors:
         torch, c = self.torch, case
         if letter == "i":
             return torch.randint(c.n or c.cols, (c.rows,), device=self.device)
-        if letter == "l":  # each pair of a square's rows and columns once
-            return torch.tril_indices(c.n, c.n, -1, device=self.device)
+        if letter == "l":
+            return torch.tril_indices(c.rows or 0, c.rows or 0, -1, device=self.device)
         if letter == "t":
             return torch.ones((), device=self.device)
         if letter == "?":
@@ -223,7 +229,7 @@ class Tensors:
             heads = c.heads if letter == "Q" else c.kv_heads
             return self.new(case, c.batch, c.seq_q, heads, c.head_dim).transpose(1, 2)
         shapes = {"x": (c.rows, c.cols), "v": (c.cols,), "s": (c.rows, 1), "e": (c.n, c.cols), "1": (), "n": (c.n,)}
-        shapes |= {"f": (c.rows, c.n, c.n), "h": (c.rows, (c.cols or 0) // 2), "z": (c.cols, c.rows)}
+        shapes |= {"f": (c.batch, c.rows, c.cols), "h": (c.rows, (c.cols or 0) // 2), "z": (c.cols, c.rows)}
         return self.new(case, *shapes[letter.lower()])
 
     def _factor(self, case: Case, letter: str) -> Tensor:

@@ -123,7 +123,7 @@ def sizes(model: Model) -> dict[str, list[Sizes]]:
     """What each kind of op is measured on in a model: the columns of a case that describe sizes."""
     h, t, b, s, d = model.hidden, model.tokens, model.batch, model.seq, model.head_dim
     layers = [(h, h), (h, model.ffn), (model.ffn, h), (h, model.vocab)]  # inputs, outputs
-    square, vectors = model.tokens * h, max(2, d // 2)  # products of every two vectors of a sample, as DLRMs have them
+    vectors = max(3, d // 2)  # of a sample of a DLRM, where an activation is a batch
     attention: Sizes = dict(zip(_ATTENTION, (b, s, s, model.heads, model.kv_heads, d, d, model.causal), strict=True))
     return {
         "linear": [{"batch": 1, "m": t, "n": o, "k": i, "trans": "NT"} for i, o in layers],
@@ -141,6 +141,6 @@ def sizes(model: Model) -> dict[str, list[Sizes]]:
         "scores": [{"rows": b * model.heads * s, "cols": s}, {"rows": t, "cols": model.vocab}],
         "logits": [{"rows": t, "cols": model.vocab}],
         "lookup": [{"rows": t, "cols": h, "n": model.vocab}, {"rows": s, "cols": h, "n": s}],
-        "pairs": [{"rows": max(1, square // vectors**2), "cols": vectors * (vectors - 1) // 2, "n": vectors}],
+        "vectors": [{"batch": max(1, t * h // vectors // w), "rows": vectors, "cols": w} for w in (d, 2 * d)],
         "parameter": [{"rows": r, "cols": c} for r, c in ((1, 1), (1, h), (h, h), (h, model.ffn))],
     }

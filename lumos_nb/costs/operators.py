@@ -221,6 +221,9 @@ def _reduced(call: Call) -> Sizes:
 
 def _broadcast(call: Call) -> Sizes:
     """The shape that all tensor arguments have together; a number of its own is one element."""
+    strides = call.strides if any(call.strides) else call.dims  # none were recorded
+    if any(shape and not stride for shape, stride in zip(call.dims, strides, strict=False)):
+        raise Undecoded("a sparse tensor: how many of its elements are there is not recorded")
     shapes = [shape for shape in call.dims if shape and all(isinstance(size, int) for size in shape)]
     rank = max(map(len, shapes), default=0)
     full = [[1] * (rank - len(shape)) + shape for shape in shapes]

@@ -151,13 +151,9 @@ class _Device:
     def dots(self, joined: Row, vectors: int) -> Block:
         """Products of every pair of vectors, each pair once, behind the dense vector."""
         pairs, wide = vectors * (vectors - 1) // 2, self.model.bottom[-1]
-        product = self.moves("bmm", 0, 0, "fwd") | {"batch": self.batch, "m": vectors, "n": vectors, "k": wide}
-        product |= {"rows": None, "cols": None}
-        forward = [joined, product, self.moves("index", self.batch, pairs, "fwd")]
-        forward.append(self.moves("concat", self.batch, wide + pairs, "any"))
-        backward = [self.moves("index", self.batch, pairs, "bwd"), product | {"pass": "bwd"}]
-        backward.append(self.moves("add", self.batch * vectors, wide, "fwd"))
-        return Block(forward, [*backward, self.moves("add", self.batch, wide, "fwd")])
+        products = self.moves("interaction", vectors, wide, "fwd") | {"batch": self.batch}
+        forward = [joined, products, self.moves("concat", self.batch, wide + pairs, "any")]
+        return Block(forward, [products | {"pass": "bwd"}, self.moves("add", self.batch, wide, "fwd")])
 
     def crossed(self, matrices: list[Matrix], width: int) -> Block:
         """A layer of DCNv2: the input times what matrices make of the last layer's output, which is added."""

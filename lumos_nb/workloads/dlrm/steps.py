@@ -34,11 +34,9 @@ OPERATORS = {
     # op or collective of the work table: the operator of torch that the host runs for it
     "gemm": "aten::mm",
     "gemm_bias": "aten::addmm",
-    "bmm": "aten::bmm",
+    "interaction": "aten::bmm",
     "relu": "aten::relu",
     "concat": "aten::cat",
-    "index": "aten::index",
-    "fill": "aten::fill_",
     "add": "aten::add",
     "mul": "aten::mul",
     "reduction": "aten::sum",
