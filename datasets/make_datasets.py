@@ -1,6 +1,7 @@
 """Record the bundled runs: a small GPT alone, on two ranks and on 20, and what changes to it do to its step time.
 
     python datasets/make_datasets.py                                  the CPU runs: 12 minutes at most, 2 cores
+    python datasets/make_datasets.py --paired                         only gpt-single-paired, gpt-ddp-paired: a minute
     python datasets/make_datasets.py --device cuda --pack --out DIR   one GPU: depths, widths, batches
     python datasets/make_datasets.py --hash                           only renew the table of files in README.md
 
@@ -123,6 +124,9 @@ STEPS: dict[str, Callable[[gpt.GptConfig, str], gpt.Step]] = {
 WORLD_SIZE = {"single": 1, "cuda": 1, "ddp": 2, "tp": 2, "pp": 2, "grid": 20}
 CAPTURED = {"single": ("base",), "ddp": ("base",), "tp": ("base",), "pp": ("base",), "grid": ("base",)}
 CAPTURED |= {"cuda": ("base", "layers_24", "hidden_2048", "batch_16")}
+PAIRED = {"single": "gpt-single-paired", "ddp": "gpt-ddp-paired"}
+"""Runs whose execution traces are of the traced steps, so that ids link the two; few steps, since these are large."""
+
 GRID = gpt.GptConfig(layers=4, hidden=32, heads=2, vocab=64, seq=16, batch=8, micro_batches=4)
 """The model of the run on 20 ranks, five pipelines of four stages: so small because they share a few cores."""
 
@@ -206,7 +210,9 @@ def record(
     steps, timed = (plan.traced * 3 // 2, plan.timed * 4 // 3) if delayed else (plan.traced, plan.timed)
     counts = {"steps": steps, "warmup": plan.warmup, "timed": timed}
     slim = {"executed": 0, "record_shapes": False} if kind == "grid" else {}
-    with capture(folder, **counts, **slim, device=plan.device, arguments=arguments) as rec:
+    with capture(
+        folder, **counts, **slim, paired=name in PAIRED.values(), device=plan.device, arguments=arguments
+    ) as rec:
         shuffled = shuffled_delays(rec.total_steps) if delayed else [0] * rec.total_steps
         for delay_ms in rec.wrap(shuffled):
             log.append((rec.phase, rec.phase_step, DELAYED_RANK, delay_ms))
@@ -303,10 +309,20 @@ def record_all(kinds: list[str], plan: Plan, out: Path) -> None:
             launch(record, WORLD_SIZE[kind], kind, folder, variant, False, own, str(out))
             for path in (out / folder).glob("rank-*.json.gz") if kind == "grid" else ():
                 keep_outermost(path)
+    record_paired([kind for kind in kinds if kind in PAIRED], plan, out)
     if "ddp" in kinds:
         print("recording gpt-ddp-delay", flush=True)
         shutil.rmtree(out / "gpt-ddp-delay", ignore_errors=True)
         launch(record, 2, "ddp", "gpt-ddp-delay", Variant(plan.base), True, plan, str(out))
+
+
+def record_paired(kinds: Iterable[str], plan: Plan, out: Path) -> None:
+    """Profile and execution trace of the same three steps."""
+    for kind in kinds:
+        print(f"recording {PAIRED[kind]}", flush=True)
+        shutil.rmtree(out / PAIRED[kind], ignore_errors=True)
+        own = replace(plan, traced=3, timed=min(plan.timed, 10))
+        launch(record, WORLD_SIZE[kind], kind, PAIRED[kind], Variant(plan.base), False, own, str(out))
 
 
 def keep_outermost(path: Path) -> None:
@@ -400,6 +416,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="start no launch after this long (10, on CUDA 7)")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     parser.add_argument("--pack", action="store_true", help="each capture as one tar file")
+    parser.add_argument("--paired", action="store_true", help="only record profiles with their execution traces")
     parser.add_argument("--hash", action="store_true", help="only renew the README's table of files")
     options = parser.parse_args()
     started = time.monotonic()
@@ -408,6 +425,10 @@ def main() -> None:
         write_readme(options.out)
         return
     plan = Plan(options.device)
+    if options.paired:
+        record_paired(PAIRED, plan, options.out)
+        write_readme(options.out)
+        return
     if options.device == "cuda":
         plan = replace(plan, launches=5, rounds=20, traced=6, lead_in=1, burst=3)
     if options.quick:

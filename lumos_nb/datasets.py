@@ -71,6 +71,8 @@ DATASETS = {
     "gpt-pp": Dataset("gpt-pp", "the same in two stages, 1F1B with four micro-batches (gloo)"),
     "gpt-grid": Dataset("gpt-grid", "a smaller one on 20 ranks: five pipelines of four stages (gloo)"),
     "gpt-ddp-delay": Dataset("gpt-ddp-delay", "gpt-ddp with a logged delay on rank 1 that changes from step to step"),
+    "gpt-single-paired": Dataset("gpt-single-paired", "gpt-single with the execution trace of its 3 traced steps"),
+    "gpt-ddp-paired": Dataset("gpt-ddp-paired", "gpt-ddp with the execution traces of its 3 traced steps"),
     "variants": Dataset("variants.csv", "step time of changed CPU runs as a ratio to the base", _RATIOS),
     "variant-steps": Dataset("variant-steps.csv", "the step times behind `variants`", _STEPS),
     "gpt-cuda": Dataset("gpt-cuda", "GPT of 12 layers, hidden 1024, bf16, on one GPU"),

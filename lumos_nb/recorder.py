@@ -111,20 +111,25 @@ class _Timed:
 
 
 class _Traced:
-    """Kineto trace of every step but the profiler's warm-up step."""
+    """Kineto trace of every step but the profiler's warm-up step; the execution trace of these too if it has a path."""
 
     name = "traced"
 
-    def __init__(self, steps: int, path: Path, device: str, annotate: bool, record_shapes: bool) -> None:
-        self.steps = steps + PROFILER_WARMUP_STEPS
+    def __init__(
+        self, steps: int, path: Path, device: str, annotate: bool, record_shapes: bool, executed: Path | None
+    ) -> None:
+        self.steps, self.executed = steps + PROFILER_WARMUP_STEPS, executed
         self.path, self.device, self.annotate, self.record_shapes = path, device, annotate, record_shapes
         self.stack = ExitStack()
 
     def start(self) -> None:
         import torch
-        from torch.profiler import ProfilerActivity, profile, schedule
+        from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
-        config = None
+        config = self.observer = None
+        if self.executed:
+            self.observer = ExecutionTraceObserver()
+            self.observer.register_callback(str(self.executed.with_suffix("")))
         activities = [ProfilerActivity.CPU]
         if self.device == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -136,6 +141,7 @@ class _Traced:
             schedule=schedule(wait=0, warmup=PROFILER_WARMUP_STEPS, active=active, repeat=1),
             on_trace_ready=self._export,
             experimental_config=config,
+            execution_trace_observer=self.observer,
         )
         self.profiler.start()
         if self.annotate:
@@ -147,6 +153,9 @@ class _Traced:
     def stop(self) -> None:
         self.stack.close()
         self.profiler.stop()
+        if self.executed and self.observer:
+            self.observer.unregister_callback()
+            _compress(self.executed.with_suffix(""), self.executed)
 
     def _export(self, profiler: Any) -> None:
         raw = self.path.with_suffix("")
@@ -338,6 +347,7 @@ def capture(
     warmup: int = 3,
     timed: int = 20,
     executed: int = 1,
+    paired: bool = False,
     device: str | None = None,
     annotate: bool = True,
     record_shapes: bool = True,
@@ -358,6 +368,9 @@ def capture(
         Steps that are only timed. Their times are the truth: a profiled step is 1.0 to 1.3 times as long.
     executed
         Steps of the execution trace (2 to 3 times as long as unprofiled ones); 0 for none.
+    paired
+        Record the execution trace in the traced steps instead, so that ids link the two (`ln.chakra.link`); the traced
+        steps are that much longer. `executed` then counts for nothing.
     device
         "cuda" or "cpu"; by default "cuda" where torch sees one.
     annotate
@@ -393,13 +406,15 @@ def capture(
     given = _json_values(arguments)
     device = _seen_device(device)
     path, rank = Path(folder), world()[0]
+    et = path / f"rank-{rank}.et.json.gz"
     phases: list[Phase] = [
         _WarmUp(warmup),
         _Timed(timed, device),
-        _Traced(steps, path / f"rank-{rank}.json.gz", device, annotate, record_shapes),
-        _Executed(executed, path / f"rank-{rank}.et.json.gz", annotate),
+        _Traced(steps, path / f"rank-{rank}.json.gz", device, annotate, record_shapes, et if paired else None),
+        _Executed(0 if paired else executed, et, annotate),
     ]
-    return Recorder(path, phases, device, {"annotate": annotate, "record_shapes": record_shapes, **given})
+    own = {"annotate": annotate, "record_shapes": record_shapes, "paired": paired}
+    return Recorder(path, phases, device, {**own, **given})
 
 
 def _seen_device(device: str | None) -> str:

@@ -110,6 +110,29 @@ def test_the_execution_trace_is_of_one_step(alone: Path) -> None:
     assert Counter(node["name"] for node in trace["nodes"])["aten::linear"] == 1
 
 
+def test_a_paired_execution_trace_is_of_the_traced_steps(tmp_path: Path) -> None:
+    step = train()
+    with short(tmp_path / "x", paired=True) as rec:
+        for _ in rec.wrap(range(rec.total_steps)):
+            step()
+    events = [e for e in read_events(tmp_path / "x/rank-0.json.gz") if "Record function id" in e.get("args", {})]
+    names = {e["args"]["Record function id"]: e["name"] for e in events}
+    nodes = json.loads(unpack(tmp_path / "x/rank-0.et.json.gz"))["nodes"]
+    ids = [({a["name"]: a["value"] for a in node["attrs"]}["rf_id"], node["name"]) for node in nodes]
+    own = [(rf_id, name) for rf_id, name in ids if rf_id]
+    assert Counter(name for _, name in own)["aten::linear"] == TRACED
+    assert own == [(rf_id, names[rf_id]) for rf_id, _ in own]
+    assert "executed" not in json.loads((tmp_path / "x/capture.json").read_text())["phases"]
+
+
+@pytest.mark.parametrize("iterations", [3, 5])
+def test_a_paired_capture_that_ends_early_leaves_nothing(tmp_path: Path, iterations: int) -> None:
+    with pytest.raises(CaptureError, match=r"in the (timed|traced) phase"), short(tmp_path / "x", paired=True) as rec:
+        for _ in rec.wrap(range(iterations)):
+            pass
+    assert list((tmp_path / "x").iterdir()) == []
+
+
 def test_the_capture_says_what_times_depend_on(alone: Path) -> None:
     about = json.loads((alone / "capture.json").read_text())
     assert about["phases"] == {"warmup": 1, "timed": 3, "traced": TRACED + 1, "executed": 1}

@@ -26,10 +26,14 @@ LEAST_SHARE = 0.5
 """Of the ids that two files of one session share, at least so many belong to equal names; else they are of two."""
 
 _HOST_CATEGORIES = ("cpu_op", "user_annotation")
-_FRAMES = ("process", "thread", "device")
+_FRAMES = ("process", "thread", "group", "device")
 """Kinds of node that no profiler records as an event of a thread."""
 
-_NAME = pl.col("name").str.replace(r"^ProfilerStep#?\d+$", "ProfilerStep")  # which counts steps
+_NAME = (  # without the numbers of steps and of collectives
+    pl.col("name")
+    .str.replace(r"^ProfilerStep#?\d+$", "ProfilerStep")
+    .str.replace(r"^((comm|wait)::.* seq=)\d+", "${1}n")
+)
 _RECORD_FUNCTION = r'"Record function id":\s*"?(\d+)'
 _PAIRED_BY = (1, 4, 16)
 """Names in a row, by which threads of the two files are told to be the same."""
@@ -126,7 +130,7 @@ def link(execution_trace: ExecutionTrace | str | Path, run: Run | str | Path, *,
     host, nodes = _host_events(events), _linkable(execution_trace.nodes)
     if host.is_empty():
         raise ChakraError(f"the profile of rank {rank} has no event of {' or '.join(_HOST_CATEGORIES)} to link.")
-    host = _in_iterations(nodes, _by_order(nodes, _by_ids(nodes, host)))
+    host = _across_threads(nodes, _in_iterations(nodes, _by_order(nodes, _by_ids(nodes, host))))
     if not host["node_id"].count():
         raise ChakraError(
             f"no node of {execution_trace.path} is an event of rank {rank}: neither ids nor the order of names agree. "
@@ -240,6 +244,20 @@ def _in_iterations(nodes: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     ranked = host.filter(pl.col("node_id").is_not_null()).sort(pl.col("rule") == RULES[-1], "start_ns", "row")
     kept = pl.col("row").is_in(ranked.unique(["node_id", "iteration"], keep="first")["row"].implode())
     return host.with_columns(pl.when(kept).then(pl.col("node_id", "rule"))).drop("row", "repetition")
+
+
+def _across_threads(nodes: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
+    """Names that are left as often on both sides of an iteration: gloo's ops begin on one thread and end on another."""
+    taken = host.filter(pl.col("node_id").is_not_null()).select("iteration", "node_id")
+    left = taken.select(pl.col("iteration").unique()).join(nodes, how="cross").join(taken, on=taken.columns, how="anti")
+    free = host.with_row_index("row").filter(pl.col("node_id").is_null())
+    key, number = ["iteration", "name"], pl.int_range(pl.len())
+    left = left.sort("rf_id").select(*key, "node_id", nth=number.over(key), size=pl.len().over(key))
+    free = free.sort("start_ns").select(*key, "row", nth=number.over(key), size=pl.len().over(key))
+    found = free.join(left, on=[*key, "nth", "size"]).select("row", also="node_id")
+    both = host.with_row_index("row").join(found, on="row", how="left", maintain_order="left")
+    rule = pl.when(pl.col("also").is_not_null()).then(pl.lit(RULES[-1])).otherwise("rule")
+    return both.with_columns(pl.coalesce("node_id", "also"), rule=rule).drop("row", "also")
 
 
 def _device_work(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
