@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint warm lab fuzz accuracy bench calibrate calibrations surcharges datasets tables picture constraints
+.PHONY: help env demo test lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -68,7 +68,11 @@ bench: env ## speed, on the largest run at hand: benchmarks/results.json and its
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.rows
 
-calibrate: env ## samples of this machine, in 6 minutes, and a calibration of it; of its GPU with DEVICE=cuda
+lookups: env ## samples of lookups in embedding tables alone, in 3 minutes; of a GPU with DEVICE=cuda
+	OMP_NUM_THREADS=1 $(BIN)/python -m lumos_nb.costs.microbenchmark --device $(DEVICE) --out $(SAMPLES) \
+		--only lookups --budget 300
+
+calibrate: env ## samples of this machine, in 9 minutes, and a calibration of it; of its GPU with DEVICE=cuda
 	OMP_NUM_THREADS=1 $(BIN)/python -m lumos_nb.costs.microbenchmark --device $(DEVICE) --out $(SAMPLES) \
 		--calibration $(CALIBRATIONS) --budget 300
 

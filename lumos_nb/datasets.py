@@ -63,6 +63,12 @@ _TABLES = (
     *("workload", "table", "rows", "dim", "pooling_factor", "index_distribution", "weights_dtype"),
     *("source", "licence"),
 )
+_LOOKUPS = (
+    *("call", "group", "batch", "table", "rows", "dim", "pooling", "dtype", *(f"bin_{i}" for i in range(17))),
+    *("distribution", *(f"forward_{of}" for of in ("time_us", "min_us", "spread", "drift"))),
+    *(*(f"backward_{of}" for of in ("time_us", "min_us", "spread", "drift")), "rounds", "implementation"),
+    *("device", "source"),
+)
 
 DATASETS = {
     "gpt-single": Dataset("gpt-single", "GPT of 2 layers on one CPU core, 10 traced steps"),
@@ -85,6 +91,9 @@ DATASETS = {
     "measured-training": Dataset("measured/llm_training.parquet", "steps that others measured, a sample", _TRAINING),
     "embedding-locality": Dataset("measured/embedding_locality.parquet", "how often public traces reuse rows", _REUSE),
     "embedding-tables": Dataset("measured/embedding_tables.parquet", "the 26 tables of MLPerf's DLRM-DCNv2", _TABLES),
+    "lookup-samples": Dataset(
+        "calibration-samples/cpu/lookups.parquet", "lookups in embedding tables on a CPU, measured", _LOOKUPS
+    ),
     "cuda-variant-steps": Dataset("cuda-variant-steps.csv", "the step times behind `cuda-variants`", _STEPS),
 }
 """Every data set that the package knows by name; a source tree or an installation may hold fewer."""

@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from lumos_nb.config import Gpu, read_sheet
-from lumos_nb.costs import bench_ranks, microbenchmark
+from lumos_nb.costs import bench_ranks, embedding_bench, microbenchmark
 from lumos_nb.costs.bench_clock import Clock
 from lumos_nb.costs.bench_fit import in_training, machine_sheet, read_samples
 from lumos_nb.costs.bench_ops import OPS, cases
@@ -32,7 +32,10 @@ TIMES = ("time_us", "warm_us", "min_us")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Samples of a few seconds and two ranks."""
     out = tmp_path_factory.mktemp("samples")
-    microbenchmark.record("cpu", out, budget_s=2.0, world_sizes=(2,))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in (("DRAWN", 2**14), ("TABLE_BYTES", 2**24), ("BUFFER_BYTES", 2**27)):
+            patch.setattr(embedding_bench, name, size)
+        microbenchmark.record("cpu", out, budget_s=2.0, world_sizes=(2,))
     return out
 
 
@@ -59,6 +62,7 @@ def test_provenance_says_where_the_samples_are_from(recorded: Path) -> None:
     assert (about["kernels"]["rows"], about["collectives"]["rows"]) == (kernels.height, collectives.height)
     assert about["machine"]["torch"] in kernels["source"][0]
     assert about["overhead"]["aten::linear traced_us"] > 0
+    assert about["lookups"]["rows"] == pl.read_parquet(recorded / "lookups.parquet").height
     assert about["threads"] == 1
 
 

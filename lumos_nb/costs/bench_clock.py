@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from lumos_nb.costs.bench_ops import Call
+from lumos_nb.errors import CaptureError, InputError
 
 CALLS = 3
 """Of an op in one state and round; two if they take longer than `STATE_S`."""
@@ -114,3 +117,32 @@ class Allocator:
     def give_back(self) -> None:
         """Let what is allocated next be on pages that the operating system has yet to hand out."""
         self._libc.malloc_trim(0)
+
+
+def check_device(device: str) -> None:
+    """Raise InputError or CaptureError unless samples can be taken of this device here."""
+    import torch
+
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"there are samples of cpu and cuda; device is {device!r}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CaptureError(
+            f"torch {torch.__version__} sees no CUDA device here: run this on a machine with one, or take device cpu."
+        )
+
+
+@contextmanager
+def quiet_process() -> Iterator[None]:
+    """One thread, no autograd unless asked, no garbage collection; as before afterwards."""
+    import torch
+
+    threads, collecting = torch.get_num_threads(), gc.isenabled()
+    torch.set_num_threads(1)
+    gc.disable()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        if collecting:
+            gc.enable()

@@ -1,11 +1,8 @@
-"""Samples of lookups, as `embedding_bench` records them: a row a table of a call, and what models are fitted on."""
+"""Samples of lookups, as `measure_lookups` makes them: a row a table of a call, and what models are fitted on."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,24 +26,6 @@ LOOKUPS = TableSchema(
         **{f"{which}_time_us": pl.Float64() for which in PASSES},
     },
 )
-
-
-def read_lookups(folder: str | Path) -> pl.DataFrame:
-    """What `embedding_bench` wrote into a folder, checked against where it says that it is from.
-
-    Raises
-    ------
-    CalibrationError
-        A file is missing, or is not the one that `lumos_nb.costs.embedding_bench` wrote.
-    """
-    try:
-        about = json.loads(Path(folder, "lookups.json").read_text())
-        raw = Path(folder, "lookups.parquet").read_bytes()
-        if hashlib.sha256(raw).hexdigest() != about["sha256"]:
-            raise CalibrationError(f"{folder}: lookups.parquet is not the file of lookups.json; record again.")
-        return pl.read_parquet(raw)
-    except (OSError, ValueError, KeyError, TypeError, pl.exceptions.PolarsError) as error:
-        raise CalibrationError(f"{folder}: no samples of lookups ({error}); run make calibrate.") from error
 
 
 def checked_samples(samples: pl.DataFrame) -> pl.DataFrame:

@@ -18,7 +18,6 @@ be seen. Of a round counts its least time, of the rounds the median; `spread` is
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import json
 import os
@@ -27,8 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,12 +35,22 @@ from typing import Any
 import polars as pl
 
 from lumos_nb.config import Gpu, read_sheet
-from lumos_nb.costs.bench_clock import CALLS, STATES, Clock, l2_bytes, over_rounds, source_of
+from lumos_nb.costs.bench_clock import (
+    CALLS,
+    STATES,
+    Clock,
+    check_device,
+    l2_bytes,
+    over_rounds,
+    quiet_process,
+    source_of,
+)
 from lumos_nb.costs.bench_fit import fit_recorded, held_out, machine_sheet, read_samples
 from lumos_nb.costs.bench_ops import FORWARD, OPS, Op, Tensors, cases, large_copy
 from lumos_nb.costs.bench_ranks import measure_collectives
 from lumos_nb.costs.bench_shapes import Case, models
-from lumos_nb.errors import CaptureError, InputError, LumosError
+from lumos_nb.costs.embedding_bench import measure_lookups
+from lumos_nb.errors import InputError, LumosError
 from lumos_nb.job import describe_machine
 
 __all__ = ["main", "measure_collectives", "measure_kernels", "record"]
@@ -92,35 +100,6 @@ def _number_formats(device: str) -> tuple[str, ...]:
     major_minor = torch.cuda.get_device_capability()
     fine = [("tf32", (8, 0)), ("bf16", (8, 0)), ("fp8", (8, 9))]
     return ("fp32", "fp16", *(dtype for dtype, least in fine if major_minor >= least))
-
-
-def check_device(device: str) -> None:
-    """Raise InputError or CaptureError unless samples can be taken of this device here."""
-    import torch
-
-    if device not in ("cpu", "cuda"):
-        raise InputError(f"there are samples of cpu and cuda; device is {device!r}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise CaptureError(
-            f"torch {torch.__version__} sees no CUDA device here: run this on a machine with one, or take device cpu."
-        )
-
-
-@contextmanager
-def quiet_process() -> Iterator[None]:
-    """One thread, no autograd unless asked, no garbage collection; as before afterwards."""
-    import torch
-
-    threads, collecting = torch.get_num_threads(), gc.isenabled()
-    torch.set_num_threads(1)
-    gc.disable()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_num_threads(threads)
-        if collecting:
-            gc.enable()
 
 
 def measure_kernels(
@@ -226,10 +205,22 @@ def profiler_overhead(calls: int = 300) -> dict[str, float]:
     return figures | {"empty_call_us": round(clock.empty_us, 3), "autograd_us": round(clock.autograd_us, 3)}
 
 
+TABLES = ("kernels", "collectives", "lookups")
+"""What is recorded, a file each."""
+
+
 def record(
-    device: str, out: Path, budget_s: float, seed: int = 0, world_sizes: Sequence[int] = (2, 4)
+    device: str,
+    out: Path,
+    budget_s: float,
+    seed: int = 0,
+    world_sizes: Sequence[int] = (2, 4),
+    only: Sequence[str] = TABLES,
 ) -> dict[str, Any]:
-    """Measure kernels and collectives; write a table of each, `provenance.json`, and of a CPU `sheet.json`.
+    """Measure kernels, collectives and lookups; write a table of each, `provenance.json`, and of a CPU `sheet.json`.
+
+    Kernels take four fifths of the budget, collectives one, and lookups half as long again. Where some of them are
+    recorded `only`, what `provenance.json` says of the others stays, and what is new says when it was recorded.
 
     Returns
     -------
@@ -240,8 +231,15 @@ def record(
     ------
     CaptureError
         There is no such device, or a rank failed.
+    InputError
+        A device or a table is unknown.
+    CalibrationError
+        Only some tables are wanted, and the others are not there.
     """
     check_device(device)
+    if unknown := {*only} - {*TABLES}:
+        raise InputError(f"unknown tables {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}.")
+    whole = {*only} == {*TABLES}
     out.mkdir(parents=True, exist_ok=True)
     backend = "nccl" if device == "cuda" else "gloo"
     sizes = [n for n in world_sizes if device == "cpu" or n <= _gpus()]
@@ -250,29 +248,34 @@ def record(
         "collectives": lambda: pl.concat(
             measure_collectives(n, backend, budget_s=0.1 * budget_s, seed=seed) for n in sizes
         ),
+        "lookups": lambda: measure_lookups(device, 0.5 * budget_s, seed=seed),
     }
-    about: dict[str, Any] = {"machine": describe_machine(device), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
     command = f"--device {device} --budget {budget_s:g} --seed {seed} --ranks {','.join(map(str, world_sizes))}"
-    about |= {
+    command += "" if whole else f" --only {','.join(only)}"
+    now = {
+        "machine": describe_machine(device),
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "command": f"python -m lumos_nb.costs.microbenchmark {command} --out FOLDER",
         "budget_s": budget_s,
         "seed": seed,
         "threads": 1,
         "load": os.getloadavg(),
     }
-    for name, measure in tables.items():
+    about: dict[str, Any] = dict(now) if whole else read_samples(out)[2]
+    for name in only:
         if name == "collectives" and not sizes:
             about[name] = f"not measured: {_gpus()} GPUs are here, collectives were wanted of {world_sizes}"
             (out / f"{name}.parquet").unlink(missing_ok=True)
             continue
         started, file = time.monotonic(), out / f"{name}.parquet"
-        frame = measure()
+        frame = tables[name]()
         if name == "kernels" and device == "cpu":
             (out / "sheet.json").write_text(machine_sheet(frame).to_json() + "\n")
         frame.write_parquet(file, compression="zstd", compression_level=19)
         about[name] = {"rows": frame.height, "seconds": round(time.monotonic() - started, 1)} | _quality(frame)
-        about[name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    about["overhead"] = profiler_overhead() if device == "cpu" else _clocks()
+        about[name] |= {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()} | ({} if whole else now)
+    if whole:
+        about["overhead"] = profiler_overhead() if device == "cpu" else _clocks()
     (out / "provenance.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
 
@@ -284,7 +287,8 @@ def _gpus() -> int:
 
 
 def _quality(frame: pl.DataFrame) -> dict[str, float]:
-    return {f"median_{column}": round(float(frame[column].median()), 4) for column in ("spread", "drift")}  # type: ignore[arg-type]
+    columns = [column for column in frame.columns if column.endswith(("spread", "drift"))]
+    return {f"median_{column}": round(float(frame[column].median()), 4) for column in columns}  # type: ignore[arg-type]
 
 
 def _clocks() -> dict[str, str]:
@@ -307,7 +311,10 @@ def _summary(out: Path) -> str:
         )
         lines += [f"{op:24}{n:6}{s:9.1%}{d:8.3f}{a:11.1f}{b:12.1f}" for op, n, s, d, a, b in table.sort(column).rows()]
         lines.append(f"{name}: {about[name]['rows']} rows in {about[name]['seconds']:.0f} s")
-    return "\n".join([*lines, f"{json.dumps(about['overhead'])}", f"written to {out}"])
+    lookups = {
+        key: value for key, value in about.get("lookups", {}).items() if key.startswith(("rows", "sec", "median"))
+    }
+    return "\n".join([*lines, f"lookups: {json.dumps(lookups)}", json.dumps(about["overhead"]), f"written to {out}"])
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -323,11 +330,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sheet", type=Path, help="data sheet of a GPU that no bundled one is of")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds for everything")
     parser.add_argument("--ranks", type=_numbers, default=(2, 4), help="of collectives, with commas between")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=TABLES, help="tables, commas between")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     try:
-        record(options.device, options.out, options.budget, options.seed, options.ranks)
+        record(options.device, options.out, options.budget, options.seed, options.ranks, options.only)
         sys.stdout.write(_summary(options.out) + "\n")
+        if {*options.only} == {"lookups"}:
+            return 0  # a calibration is of the others
         made = fit_recorded(options.out, sheet=read_sheet(options.sheet, Gpu) if options.sheet else None)
         folder = options.calibration or options.out
         folder.mkdir(parents=True, exist_ok=True)
