@@ -272,7 +272,7 @@ def test_wrong_tables_and_paths_are_refused(tmp_path):
 def test_ranks_and_groups_of_a_folder(tmp_path):
     nodes = ln.chakra.Nodes.of(pl.DataFrame({"id": [1]}), version="0.0.4", world=2)
     assert nodes.about == {"version": "0.0.4", "world": 2}
-    written = ln.chakra.write_ranks({10: nodes, 2: nodes}, tmp_path / "job", "gpt", {"0": range(2)})
+    written = ln.chakra.write_ranks([(10, nodes), (2, nodes)], tmp_path / "job", "gpt", {"0": range(2)})
     assert [path.name for path in written] == ["gpt.10.et", "gpt.2.et", "gpt.groups.json"]
     assert list(ln.chakra.rank_files(tmp_path / "job")) == [2, 10]
     assert ln.chakra.read_groups(tmp_path / "job") == {"0": [0, 1]}

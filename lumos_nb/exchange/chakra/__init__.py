@@ -10,12 +10,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lumos_nb.exchange.chakra.conversion import write as write
     from lumos_nb.exchange.chakra.files import rank_files as rank_files
     from lumos_nb.exchange.chakra.files import read_file as read_file
     from lumos_nb.exchange.chakra.files import read_groups as read_groups
     from lumos_nb.exchange.chakra.files import stream_file as stream_file
     from lumos_nb.exchange.chakra.files import write_file as write_file
     from lumos_nb.exchange.chakra.files import write_ranks as write_ranks
+    from lumos_nb.exchange.chakra.from_nodes import to_graph as to_graph
     from lumos_nb.exchange.chakra.linking import Linked as Linked
     from lumos_nb.exchange.chakra.linking import link as link
     from lumos_nb.exchange.chakra.messages import message_class as message_class
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from lumos_nb.exchange.chakra.validation import validate as validate
 
 _MODULES = {
+    "conversion": ("write",),
+    "from_nodes": ("to_graph",),
     "files": ("rank_files", "read_file", "read_groups", "stream_file", "write_file", "write_ranks"),
     "linking": ("Linked", "link"),
     "messages": ("message_class",),

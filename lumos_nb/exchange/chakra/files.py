@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -210,8 +210,8 @@ def read_groups(path: str | Path) -> dict[str, list[int]]:
         raise ChakraError(f'{files[0]}: {error}; write groups as {{"0": [0, 1], "1": [2, 3]}}.') from error
 
 
-def write_ranks(ranks: Mapping[int, Nodes], folder: str | Path, prefix: str, groups: Groups) -> list[Path]:
-    """Write `<prefix>.<rank>.et` of every rank, and `<prefix>.groups.json`, into a folder that is made if need be.
+def write_ranks(ranks: Iterable[tuple[int, Nodes]], folder: str | Path, prefix: str, groups: Groups) -> list[Path]:
+    """Write `<prefix>.<rank>.et` of every rank as they come, and `<prefix>.groups.json`; the folder is made if need be.
 
     Raises
     ------
@@ -225,4 +225,4 @@ def write_ranks(ranks: Mapping[int, Nodes], folder: str | Path, prefix: str, gro
         listed.write_bytes(msgspec.json.encode({name: list(members) for name, members in groups.items()}))
     except OSError as error:
         raise ChakraError(f"{folder} cannot be written: {error}. Give a folder of your own.") from error
-    return [*(write_file(nodes, folder / f"{prefix}.{rank}.et") for rank, nodes in ranks.items()), listed]
+    return [*(write_file(nodes, folder / f"{prefix}.{rank}.et") for rank, nodes in ranks), listed]

@@ -47,7 +47,7 @@ class Job:
         cls, ranks: Mapping[int, Nodes | pl.DataFrame], groups: Groups, files: Mapping[int, str] | None = None
     ) -> Job:
         """The job of nodes by rank."""
-        names = files or {rank: f"rank {rank}" for rank in ranks}
+        names = files or {rank: f"chakra.{rank}.et" for rank in ranks}
         tables = [
             (nodes.table if isinstance(nodes, Nodes) else nodes)
             .select(_KEPT)
@@ -92,10 +92,12 @@ class Job:
 
     @cached_property
     def edges(self) -> pl.DataFrame:
-        """Dependencies: `src` (null where no such node is there), `dst` (rows) and `needs`, the id that `dst` names."""
+        """Dependencies: `src` (null: no such node is there), `dst` (rows), `needs`, the id named, and if of `data`."""
         ids = self.nodes.select("rank", "id", src="row").unique(["rank", "id"], keep="first", maintain_order=True)
         parts = [
-            self.nodes.select("rank", pl.col(name).alias("needs"), dst="row").explode("needs").drop_nulls("needs")
+            self.nodes.select("rank", pl.col(name).alias("needs"), dst="row", data=pl.lit(name == "data_deps"))
+            .explode("needs")
+            .drop_nulls("needs")
             for name in ("ctrl_deps", "data_deps")
         ]
         return pl.concat(parts).join(ids, left_on=["rank", "needs"], right_on=["rank", "id"], how="left")

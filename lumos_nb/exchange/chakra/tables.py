@@ -51,6 +51,8 @@ ATTRIBUTES = {
     "layer": "string",
     "parent": "string",
     "micro_batch": "int64",
+    "step": "int64",
+    "rendezvous": "bool",  # a message begins when both sides are there, not when it is sent
 }
 """Attributes with a column, and the type that they are written as; integers of every type are read."""
 
