@@ -65,6 +65,11 @@ if TYPE_CHECKING:
     from lumos_nb.transformer import Mla as Mla
     from lumos_nb.transformer import Moe as Moe
     from lumos_nb.transformer import Transformer as Transformer
+    from lumos_nb.workloads.dlrm.estimates import DlrmEstimate as DlrmEstimate
+    from lumos_nb.workloads.dlrm.estimates import estimate_dlrm as estimate_dlrm
+    from lumos_nb.workloads.dlrm.model import Dlrm as Dlrm
+    from lumos_nb.workloads.dlrm.model import DlrmTraining as DlrmTraining
+    from lumos_nb.workloads.dlrm.table_rows import estimate_dlrm_row as estimate_dlrm_row
     from lumos_nb.workloads.llm.estimates import Estimate as Estimate
     from lumos_nb.workloads.llm.estimates import estimate as estimate
     from lumos_nb.workloads.llm.rewriting import rewrite as rewrite
@@ -94,6 +99,9 @@ _MODULES = {
     "lumos_nb.config": ("Fabric", "Gpu", "find_fabric", "find_gpu"),
     "lumos_nb.transformer": ("Mla", "Moe", "Transformer"),
     "lumos_nb.layout": ("Cluster", "Parallelism", "Training"),
+    "lumos_nb.workloads.dlrm.estimates": ("DlrmEstimate", "estimate_dlrm"),
+    "lumos_nb.workloads.dlrm.model": ("Dlrm", "DlrmTraining"),
+    "lumos_nb.workloads.dlrm.table_rows": ("estimate_dlrm_row",),
     "lumos_nb.workloads.llm.estimates": ("Estimate", "estimate"),
     "lumos_nb.workloads.llm.rewriting": ("rewrite",),
     "lumos_nb.workloads.llm.structure": ("Structure", "find_structure"),
