@@ -11,6 +11,8 @@ import numpy as np
 import polars as pl
 import pytest
 
+from lumos_nb.config import find_gpu
+from lumos_nb.cost_charts import sweeps
 from lumos_nb.costs import embedding_bench
 from lumos_nb.costs.embedding_bench import (
     MOST_BYTES,
@@ -20,13 +22,15 @@ from lumos_nb.costs.embedding_bench import (
     drawn_samples,
     drawn_table,
     measure_lookups,
+    measure_zipf,
     public_reuse,
     torch_calls,
 )
-from lumos_nb.costs.embedding_samples import checked_samples
+from lumos_nb.costs.embedding_samples import checked_samples, predicted_times
+from lumos_nb.costs.embeddings import PhysicalLookup
 from lumos_nb.costs.microbenchmark import main, record
 from lumos_nb.embedding_tables import MEAN_LOOKUPS, reuse_factor
-from lumos_nb.errors import CalibrationError, CaptureError, InputError
+from lumos_nb.errors import CalibrationError, CaptureError, InputError, LayoutError
 
 COMMITTED = Path(__file__).parents[1] / "datasets" / "calibration-samples" / "cpu"
 
@@ -137,6 +141,25 @@ def test_the_reuse_of_a_row_is_that_of_what_was_looked_up(recorded: Path) -> Non
     assert row["pooling"] == pytest.approx(
         sum(len(batch[0][0]) for batch in sample.batches()) / VARIANTS / sample.batch
     )
+
+
+def test_a_sweep_over_alpha_can_be_priced_and_drawn() -> None:
+    frame = measure_zipf([0.0, 1.4], rows=200_000, dim=32, pooling=10, batch=256)
+    assert frame["distribution"].to_list() == ["Zipf 0", "Zipf 1.4"]
+    assert frame["pooling"].to_list() == [10.0, 10.0]
+    even, skewed = frame["forward_time_us"]
+    assert skewed < even
+    assert frame["bin_0"][0] > frame["bin_0"][1]
+    model = PhysicalLookup.of_sheet(find_gpu("H100-SXM-80GB"))
+    predicted = predicted_times(model, checked_samples(frame))[:, 0]
+    assert predicted[1] < predicted[0]
+    drawn = frame.select(
+        alpha=pl.Series([0.0, 1.4]), panel=pl.lit("a table"), measured="forward_time_us", predicted=pl.Series(predicted)
+    )
+    chart = sweeps(drawn, x="alpha", panel="panel", titles={"x": "alpha", "y": "forward (us)"})
+    assert len(next(iter(chart.to_dict()["datasets"].values()))) == 2
+    with pytest.raises(LayoutError, match="alpha"):
+        measure_zipf([-1.0])
 
 
 def test_tables_that_nobody_records_are_refused(tmp_path: Path) -> None:

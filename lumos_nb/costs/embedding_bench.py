@@ -276,9 +276,65 @@ def measure_lookups(device: str = "cpu", budget_s: float = 150.0, seed: int = 0)
 
     with quiet_process():
         buffer = torch.full((int(BUFFER_BYTES / 4),), 0.01, device=device)
-        samples = _measured(device, budget_s, buffer, seed)
-    about = describe_machine(device)
-    fused = device == "cuda" and has_fbgemm()
+        return _framed(_measured(device, budget_s, buffer, seed), device)
+
+
+def measure_zipf(
+    alphas: Sequence[float],
+    rows: int = 10**6,
+    dim: int = 64,
+    pooling: int = 20,
+    batch: int = 512,
+    device: str = "cpu",
+    seed: int = 0,
+) -> pl.DataFrame:
+    """How long a table's lookups take the more its indices repeat: a call for each alpha of a Zipf distribution.
+
+    Parameters
+    ----------
+    alphas
+        0 is uniform; public traces are round 1.
+    rows, dim, pooling, batch
+        Of the table, and samples of a call, each with so many indices.
+    device, seed
+        As `measure_lookups`.
+
+    Returns
+    -------
+    frame
+        As `measure_lookups` gives it; `distribution` names the alpha. Predicted and measured, `cost_charts.sweeps`
+        draws it.
+
+    Raises
+    ------
+    LayoutError
+        There are no rows, or an alpha is negative or not finite.
+    CaptureError
+        There is no CUDA device.
+
+    Examples
+    --------
+    >>> measure_zipf([0.0, 0.6, 1.2])["forward_time_us"]      # doctest: +SKIP
+    """
+    check_device(device)
+    import torch
+
+    count, samples = VARIANTS * batch * pooling, []
+    for alpha in alphas:
+        drawn = zipf_indices(rows, count, alpha, seed).astype(np.int32)
+        bag = Bag("0", rows, dim, float(pooling), True, f"Zipf {alpha:g}", drawn)
+        samples.append(Sample(0, [bag], batch, seed))
+    with quiet_process():
+        buffer, clock, rng = torch.full((rows * dim,), 0.01, device=device), Clock(device), random.Random(seed)
+        for _ in range(ROUNDS):
+            for sample in rng.sample(samples, len(samples)):
+                sample.visit(buffer, clock)
+    return _framed(samples, device)
+
+
+def _framed(samples: Sequence[Sample], device: str) -> pl.DataFrame:
+    """What was measured, and where."""
+    about, fused = describe_machine(device), device == "cuda" and has_fbgemm()
     rows = [row for number, sample in enumerate(samples) for row in sample.rows(number)]
     return pl.DataFrame(rows).with_columns(
         implementation=pl.lit("FBGEMM, one call" if fused else "embedding_bag, a call a table; one SGD step"),

@@ -149,7 +149,7 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )  # fmt: skip
 
     @classmethod
-    def fit(cls, samples: pl.DataFrame, gpu: Gpu) -> PhysicalLookup:
+    def fit(cls, samples: pl.DataFrame, gpu: Gpu, *, folds: int = 8) -> PhysicalLookup:
         """Fit what each kind of traffic costs, never less than nothing; caches are the sheet's.
 
         Least squares on logarithms of time, soft where a call is far off (`scipy.optimize.least_squares`).
@@ -160,6 +160,8 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             As `measure_lookups` gives them.
         gpu
             The sheet of the device.
+        folds
+            Groups of tables are left out in so many parts to know the error; 0: it stays unknown.
 
         Raises
         ------
@@ -174,9 +176,9 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """
         checked, start = checked_samples(samples), cls.of_sheet(gpu)
         made = start._fitted(checked)
-        if checked["group"].n_unique() < 2:
+        if not folds or checked["group"].n_unique() < 2:
             return made
-        unseen = unseen_times(checked, start._fitted)
+        unseen = unseen_times(checked, start._fitted, folds)
         return msgspec.structs.replace(made, errors=median_errors(unseen, call_times(checked)))
 
     def _fitted(self, samples: pl.DataFrame) -> PhysicalLookup:
