@@ -14,6 +14,8 @@ import polars as pl
 from benchmarks import MEASURED, TRACES
 from benchmarks.collective_accuracy import collective_rows
 from benchmarks.cpu_accuracy import cpu_rows
+from benchmarks.dlrm_published import published_rows
+from benchmarks.dlrm_steps import dlrm_rows
 from benchmarks.fit_surcharges import surcharge_rows
 from benchmarks.frictions import friction_rows
 from benchmarks.interventions import intervention_rows
@@ -164,7 +166,7 @@ def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:
 
 def main() -> None:
     """Measure what is at hand and write it down."""
-    rows = [*bundled_rows(), *kernel_rows(), *cpu_rows(), *intervention_rows()]
+    rows = [*bundled_rows(), *kernel_rows(), *cpu_rows(), *intervention_rows(), *dlrm_rows()]
     if TRACES.is_dir():
         rows += trace_rows()
         rows += pipeline_rows(TRACES)
@@ -172,6 +174,7 @@ def main() -> None:
     if MEASURED.is_dir():
         scored = [*llm_rows()]
         rows += [*collective_rows(), *memory_rows(), *scored, *beside_rows(scored), *use_rows(), *blackwell_rows()]
+        rows += published_rows()
     for folder in (TRACES, MEASURED):
         if not folder.is_dir():
             print(f"no {folder}: rows of what others recorded or published there stay as they are", file=sys.stderr)
