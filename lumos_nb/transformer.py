@@ -42,30 +42,36 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def _checked(self, *may_be_zero: str) -> None:
         """Refuse values of another kind, and whole numbers below 1 (or 0); what is the same in other words is taken."""
-        for field, kind in _kinds(type(self)).items():
-            given = getattr(self, field)
-            plain = given.item() if hasattr(given, "dtype") else given  # a number of numpy
-            try:
-                value = msgspec.convert(plain, kind)
-            except msgspec.ValidationError:
-                options = " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else ""
-                advice = options or _WORDS.get(kind, "what its documentation says")
-                raise self.refusal(field, f"give {advice}") from None
-            if value is not given:
-                msgspec.structs.force_setattr(self, field, value)
-        for field in self.__struct_fields__:
-            value, least = getattr(self, field), 0 if field in may_be_zero else 1
-            if isinstance(value, int) and not isinstance(value, bool) and value < least:
-                raise self.refusal(field, f"give a whole number of at least {least}")
+        for field, (kind, words) in _kinds(type(self)).items():
+            value = getattr(self, field)
+            if type(value) is not kind and not (type(value) is str and value in words):  # most are as they should be
+                value = self._as(field, kind)
+            if type(value) is int and value < (0 if field in may_be_zero else 1):
+                raise self.refusal(field, f"give a whole number of at least {0 if field in may_be_zero else 1}")
+
+    def _as(self, field: str, kind: Any) -> Any:
+        """The value of a field as one of its kind."""
+        given = getattr(self, field)
+        plain = given.item() if hasattr(given, "dtype") else given  # a number of numpy
+        try:
+            value = msgspec.convert(plain, kind)
+        except msgspec.ValidationError:
+            options = " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else ""
+            advice = options or _WORDS.get(kind, "what its documentation says")
+            raise self.refusal(field, f"give {advice}") from None
+        if value is not given:
+            msgspec.structs.force_setattr(self, field, value)
+        return value
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
 
 
 @cache
-def _kinds(spec: type[Spec]) -> dict[str, Any]:
-    """What each field of a spec takes."""
-    return get_type_hints(spec)
+def _kinds(spec: type[Spec]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """What each field of a spec takes: its kind, and the words if it is one of some."""
+    hints = get_type_hints(spec).items()
+    return {field: (kind, get_args(kind) if get_origin(kind) is Literal else ()) for field, kind in hints}
 
 
 class Moe(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):

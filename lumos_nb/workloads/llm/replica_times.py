@@ -65,7 +65,7 @@ def _compositions(job: Job, made: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFr
     """Buckets of each composition of a stage, and how many numbers it has in all."""
     buckets, totals = [], []
     for row in made.iter_rows():
-        rank, held = _held(job, row)
+        rank, held = _held(job.model, job.train, row)
         of_rank = dict.fromkeys((False, True), 0) | {
             unit == "experts": sum(h.weight.size for h in members) for unit, members in units_of(held).items()
         }
@@ -85,7 +85,9 @@ def _compositions(job: Job, made: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFr
     )
 
 
-def _held(job: Job, row: tuple[int, ...], *, frozen: bool = False) -> tuple[Rank, list[Held]]:
+def _held(
+    model: Transformer, train: Training, row: tuple[int, ...], *, frozen: bool = False
+) -> tuple[Rank, list[Held]]:
     """What a rank trains of a stage, or has with what is frozen, by `MADE_OF` and its first layer."""
     tp, ep, etp, dense, routed, first, last, folded, begin = row
     pipeline: dict[str, Any] = (
@@ -93,8 +95,8 @@ def _held(job: Job, row: tuple[int, ...], *, frozen: bool = False) -> tuple[Rank
     )
     layout = Parallelism(tp=tp, ep=ep, etp=etp, dp=ep * (etp or tp), **pipeline)
     stage = 0 if first else layout.pp * layout.chunks - 1 if last else 1
-    rank = Rank(job.model, layout, job.train)
-    return rank, held_by(rank, _weights(job.model), stage, range(begin, begin + dense + routed), frozen=frozen)
+    rank = Rank(model, layout, train)
+    return rank, held_by(rank, _weights(model), stage, range(begin, begin + dense + routed), frozen=frozen)
 
 
 @lru_cache(maxsize=8)
@@ -202,16 +204,30 @@ def _unit_rows(job: Job, pairs: pl.DataFrame) -> pl.DataFrame:
 def _units(job: Job, made_of: tuple[int, ...], shard: int, edp: int) -> Iterator[tuple[str, int, int, int]]:
     """Units of a stage: which, how many, numbers of one, and of these what is trained."""
     tp, ep, etp, dense, routed, first, last, folded = made_of
-    (rank, every), (_, trained) = (
-        _held(job, (tp, ep, etp, 0, 0, first, last, folded, 0), frozen=frozen) for frozen in (True, False)
-    )
-    yield "root", 1, _padded((h.weight for h in every), shard), _padded((h.weight for h in trained), shard)
+    yield "root", 1, *_of_ends(job.model, job.train, (tp, ep, etp, 0, 0, first, last, folded, 0), shard)
     for unit, kind, count in (("plain", False, dense), ("dense", True, routed), ("experts", True, routed)):
-        weights = [w for w in _weights(job.model).get(kind, ()) if w.name != "router bias"]
-        of_unit = [weight for weight in weights if (weight.part == "experts") == (unit == "experts")]
         members = edp if unit == "experts" else shard
-        in_all, of_these = (_padded(map(rank.shard, some), members) for some in (of_unit, rank.trained(of_unit)))
-        yield unit, count, in_all, of_these
+        yield unit, count, *_of_layer(job.model, job.train, (tp, ep, etp), kind, unit == "experts", members)
+
+
+@lru_cache(maxsize=4096)
+def _of_ends(model: Transformer, train: Training, row: tuple[int, ...], members: int) -> tuple[int, int]:
+    """Numbers of a stage's ends, and of these what is trained."""
+    every, trained = (_held(model, train, row, frozen=frozen)[1] for frozen in (True, False))
+    return _padded((h.weight for h in every), members), _padded((h.weight for h in trained), members)
+
+
+@lru_cache(maxsize=4096)
+def _of_layer(
+    model: Transformer, train: Training, cut: tuple[int, int, int], kind: bool, experts: bool, members: int
+) -> tuple[int, int]:
+    """The same of a layer's dense weights, or of its experts'."""
+    tp, ep, etp = cut
+    rank = Rank(model, Parallelism(tp=tp, ep=ep, etp=etp, dp=ep * (etp or tp)), train)
+    weights = [w for w in _weights(model).get(kind, ()) if w.name != "router bias"]
+    of_unit = [weight for weight in weights if (weight.part == "experts") == experts]
+    every, trained = (_padded(map(rank.shard, some), members) for some in (of_unit, rank.trained(of_unit)))
+    return every, trained
 
 
 def _padded(weights: Iterable[Weight], members: int) -> int:
