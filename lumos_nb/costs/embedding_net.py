@@ -8,9 +8,7 @@ as arrays, so that pricing needs numpy alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from zipfile import BadZipFile
@@ -31,6 +29,7 @@ from lumos_nb.costs.embedding_samples import (
     predicted_times,
 )
 from lumos_nb.costs.embeddings import PhysicalLookup, described
+from lumos_nb.costs.networks import evaluated, layer_shapes, trained
 from lumos_nb.embedding_tables import Floats
 from lumos_nb.errors import CalibrationError, InputError
 
@@ -40,6 +39,9 @@ if TYPE_CHECKING:
 Features = Literal["neuroshard", "lin"]
 TABLE_WIDTHS, HEAD_WIDTH = (128, 32), 64
 LEARNING_RATE, WEIGHT_DECAY, MINIBATCH, EPOCHS, PATIENCE = 1e-3, 1e-4, 64, 600, 60
+FARTHEST = 3.0
+"""Standard deviations from the mean residual at most: what a network says of sets beyond all that it has seen would be
+made up, and a search would find it."""
 VALIDATION = 0.15
 """Share of the groups of tables that decide when training stops."""
 
@@ -134,16 +136,15 @@ class LookupNet:
     def parts(self, tables: pl.DataFrame, batch: int) -> Floats:
         """Descriptions of tables, (n, 32), and behind them what `base` has."""
         x = (features_of(tables, batch, self.features) - self.mean) / self.std
-        for weight, bias in _pairs(self.layers[:4]):
-            x = np.maximum(x @ weight.T + bias, 0.0)
+        x = np.maximum(evaluated(self.layers[:4], x), 0.0)
         return x if self.base is None else np.column_stack([x, self.base.parts(tables, batch)])
 
     def of_sums(self, sums: Floats) -> Floats:
         """Forward and backward microseconds from sums of parts: (m, k) -> (m, 2)."""
         width = TABLE_WIDTHS[-1]
-        x = sums[:, :width]
-        (first, bias), (last, end) = _pairs(self.layers[4:])
-        x = np.maximum(x @ first.T + bias, 0.0) @ last.T + end
+        x = evaluated(self.layers[4:], sums[:, :width])
+        if self.base is not None:
+            x = np.clip(x, -FARTHEST, FARTHEST)
         learned: Floats = np.exp(x * self.scale + self.shift)
         return learned if self.base is None else learned * self.base.of_sums(sums[:, width:])
 
@@ -207,13 +208,7 @@ _WIDTHS = {"neuroshard": 20, "lin": 21}
 
 def _shapes(width: int) -> tuple[tuple[int, ...], ...]:
     """Of the weights and biases of a network that reads so many features."""
-    sizes = (width, *TABLE_WIDTHS, HEAD_WIDTH, len(PASSES))
-    return tuple(shape for inputs, outputs in pairwise(sizes) for shape in ((outputs, inputs), (outputs,)))
-
-
-def _pairs(layers: Sequence[Floats]) -> Iterator[tuple[Floats, Floats]]:
-    """Weights with their biases."""
-    return zip(layers[::2], layers[1::2], strict=True)
+    return tuple(layer_shapes((width, *TABLE_WIDTHS, HEAD_WIDTH, len(PASSES))))
 
 
 def _held_back(groups: NDArray[np.object_], seed: int) -> NDArray[np.bool_]:
@@ -233,38 +228,18 @@ def _trained(
     """Weights and biases after the epoch that was best on the calls held back; everything is scaled already."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
-    layers = [_initial(torch, shape, generator) for shape in _shapes(tables.shape[1])]
-    with torch.no_grad():
-        layers[-2].zero_()  # so that training begins at the mean, or at the physical model
-    x, y = torch.from_numpy(tables).float(), torch.from_numpy(target).float()
-    whose, held = torch.from_numpy(call), torch.from_numpy(stop)
-    optimizer = torch.optim.Adam(layers, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    train, best, since = torch.nonzero(~held)[:, 0], np.inf, 0
-    kept = [layer.detach().clone() for layer in layers]
-    for _ in range(EPOCHS):
-        for some in torch.split(train[torch.randperm(len(train), generator=generator)], MINIBATCH):
-            place = torch.full((len(y),), -1).scatter(0, some, torch.arange(len(some)))[whose]
-            of_some = place >= 0
-            optimizer.zero_grad()
-            _loss(torch, layers, x[of_some], place[of_some], y[some]).backward()
-            optimizer.step()
-        with torch.no_grad():
-            place = torch.cumsum(held, 0)[whose] - 1
-            loss = float(_loss(torch, layers, x[held[whose]], place[held[whose]], y[held]))
-        since = 0 if loss < best else since + 1
-        if loss < best:
-            best, kept = loss, [layer.detach().clone() for layer in layers]
-        if since >= PATIENCE:
-            break
-    return tuple(layer.double().numpy() for layer in kept)
+    x, y, whose = torch.from_numpy(tables).float(), torch.from_numpy(target).float(), torch.from_numpy(call)
 
+    def loss(layers: list[Tensor], some: Tensor) -> Any:
+        place = torch.full((len(y),), -1).scatter(0, some, torch.arange(len(some)))[whose]
+        of_some = place >= 0
+        return _loss(torch, layers, x[of_some], place[of_some], y[some])
 
-def _initial(torch: Any, shape: tuple[int, ...], generator: Any) -> Tensor:
-    """Xavier's weights, and biases of 0.01, as Lin et al. begin."""
-    if len(shape) == 1:
-        return torch.full(shape, 0.01).requires_grad_()  # type: ignore[no-any-return]
-    return torch.nn.init.xavier_uniform_(torch.empty(shape), generator=generator).requires_grad_()  # type: ignore[no-any-return]
+    train, held = np.flatnonzero(~stop), np.flatnonzero(stop)
+    return trained(
+        _shapes(tables.shape[1]), loss, train, held,
+        seed=seed, minibatch=MINIBATCH, epochs=EPOCHS, patience=PATIENCE, weight_decay=WEIGHT_DECAY,
+    )  # fmt: skip
 
 
 def _loss(torch: Any, layers: list[Tensor], x: Tensor, whose: Tensor, y: Tensor) -> Any:

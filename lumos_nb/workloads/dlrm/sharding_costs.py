@@ -24,6 +24,7 @@ from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.plan import FIGURES, Plan, element_bytes
 
 Floats = NDArray[np.float64]
+MOST_US = 1e12
 
 
 class Exchange(Protocol):
@@ -116,12 +117,15 @@ class ShardingCosts:
         own alone.
     speed
         How fast each device looks up, as a multiple of what `lookup` says; its length is the number of devices.
+    report
+        Of `pretrain`: a row a network, how well it does on samples that it has not seen.
     """
 
     lookup: LookupModel
     exchange: Exchange
     batch: int
     speed: tuple[float, ...]
+    report: pl.DataFrame = field(default_factory=pl.DataFrame)
 
     @classmethod
     def of(
@@ -179,8 +183,12 @@ class ShardingCosts:
         return parts
 
     def lookup_us(self, sums: Floats) -> Floats:
-        """Microseconds of one device's lookups, forward and backward, from sums of `parts`: [m, k] -> [m, 2]."""
-        return self.lookup.of_sums(sums)
+        """Microseconds of one device's lookups, forward and backward, from sums of `parts`: [m, k] -> [m, 2].
+
+        A network may say anything of sums far beyond what it has learned: days at most.
+        """
+        with np.errstate(over="ignore"):
+            return np.minimum(self.lookup.of_sums(sums), MOST_US)
 
     def device_us(self, lookups_us: Floats, output_dim: Floats, gradient_bytes: Floats) -> Floats:
         """Times of every device of many plans.
