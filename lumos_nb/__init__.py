@@ -69,6 +69,10 @@ if TYPE_CHECKING:
     from lumos_nb.workloads.dlrm.estimates import estimate_dlrm as estimate_dlrm
     from lumos_nb.workloads.dlrm.model import Dlrm as Dlrm
     from lumos_nb.workloads.dlrm.model import DlrmTraining as DlrmTraining
+    from lumos_nb.workloads.dlrm.plan import Plan as Plan
+    from lumos_nb.workloads.dlrm.pretraining import pretrain as pretrain
+    from lumos_nb.workloads.dlrm.sharding import shard as shard
+    from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts as ShardingCosts
     from lumos_nb.workloads.dlrm.table_rows import estimate_dlrm_row as estimate_dlrm_row
     from lumos_nb.workloads.llm.estimates import Estimate as Estimate
     from lumos_nb.workloads.llm.estimates import estimate as estimate
@@ -108,6 +112,10 @@ _MODULES = {
     "lumos_nb.workloads.llm.screening": ("Found", "search"),
     "lumos_nb.workloads.llm.surcharges": ("Surcharges",),
     "lumos_nb.workloads.llm.table_rows": ("estimate_row", "read_row"),
+    "lumos_nb.workloads.dlrm.plan": ("Plan",),
+    "lumos_nb.workloads.dlrm.pretraining": ("pretrain",),
+    "lumos_nb.workloads.dlrm.sharding": ("shard",),
+    "lumos_nb.workloads.dlrm.sharding_costs": ("ShardingCosts",),
     "lumos_nb.costs.calibration": ("Calibration", "load_calibration"),
     "lumos_nb.costs.fitting": ("calibrate",),
     "lumos_nb.costs.host": ("overheads",),
