@@ -13,6 +13,8 @@ the last cache is as likely to be of use to the next as what a model's other tab
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -205,26 +207,19 @@ def torch_calls(bags: Sequence[Bag], batches: list[list[tuple[Indices, Indices]]
 
 
 def has_fbgemm() -> bool:
-    """Whether FBGEMM's table-batched lookups can be had."""
-    try:
-        import fbgemm_gpu  # type: ignore[import-not-found]  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    """Whether FBGEMM's table-batched lookups can be had; no extra of the package brings them."""
+    return importlib.util.find_spec("fbgemm_gpu") is not None
 
 
 def fbgemm_calls(bags: Sequence[Bag], batches: list[list[tuple[Indices, Indices]]], buffer: Any) -> tuple[Call, Call]:
     """The same as one table-batched call, its step (exact SGD) fused into the backward pass; weights of its own."""
     import torch
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation  # type: ignore[import-not-found]
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (  # type: ignore[import-not-found]
-        ComputeDevice,
-        SplitTableBatchedEmbeddingBagsCodegen,
-    )
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType  # type: ignore[import-not-found]  # isort: skip
 
-    kept = [(bag.rows, bag.dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for bag in bags]
-    lookups = SplitTableBatchedEmbeddingBagsCodegen(kept, optimizer=EmbOptimType.EXACT_SGD, learning_rate=LEARNING_RATE)
+    ops = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    where = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common").EmbeddingLocation.DEVICE
+    step = importlib.import_module("fbgemm_gpu.split_embedding_configs").EmbOptimType.EXACT_SGD
+    kept = [(bag.rows, bag.dim, where, ops.ComputeDevice.CUDA) for bag in bags]
+    lookups = ops.SplitTableBatchedEmbeddingBagsCodegen(kept, optimizer=step, learning_rate=LEARNING_RATE)
     ready = []
     for batch in batches:
         starts = np.cumsum([0, *(len(indices) for indices, _ in batch)])
