@@ -1,9 +1,9 @@
-"""How well lookups in embedding tables are priced, on tables held out whole: `python -m benchmarks.embedding_accuracy`
-writes these rows alone, in two minutes.
+"""How well lookups in embedding tables are priced, on tables held out whole.
 
-Samples are the bundled `lookup-samples`, in groups that have no table in common; each group is priced by models that
-were fitted on the others. Beside ours stand bytes at one bandwidth, and the heuristic of Lin et al. (HiPC 2022), which
-knows uniform indices alone. Both have their bandwidths, forward and backward, fitted on the same training calls.
+`python -m benchmarks.embedding_accuracy` writes these rows alone, in two minutes. Samples are the bundled
+`lookup-samples`, in groups that have no table in common; each group is priced by models that were fitted on the others.
+Beside ours stand bytes at one bandwidth and the heuristic of Lin et al. (HiPC 2022), which knows uniform indices alone.
+Both have their bandwidths, forward and backward, fitted on the same training calls.
 """
 
 from __future__ import annotations
