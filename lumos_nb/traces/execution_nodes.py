@@ -15,7 +15,7 @@ from lumos_nb.traces import execution_tables as tables
 from lumos_nb.traces._event_kernels import Int64s
 from lumos_nb.traces.exact import nanoseconds
 from lumos_nb.traces.execution_tables import COMM_NODE, GROUP_NODE, Side
-from lumos_nb.traces.json_stream import UNDECODABLE, Blocks
+from lumos_nb.traces.json_stream import GZIP_MAGIC, UNDECODABLE, Blocks
 from lumos_nb.traces.json_text import mend
 
 FIRST_SCHEMA, FIRST_NESTED, LAST_SCHEMA = (1, 0, 1), (1, 0, 2), (1, 1, 1)
@@ -102,51 +102,73 @@ class Nested(Node, gc=False, kw_only=True):
 
 
 class File(msgspec.Struct):
-    """An execution trace, its nodes as text."""
+    """An execution trace but for its nodes."""
 
     schema: str
-    nodes: _Raw
     pid: Any = None
     time: Any = None
     start_ts: Any = None
     finish_ts: Any = None
 
 
-_FILE, _FLAT, _NESTED = msgspec.json.Decoder(File), msgspec.json.Decoder(list[Flat]), msgspec.json.Decoder(list[Nested])
+class _Text(File, kw_only=True):
+    nodes: _Raw
 
 
-def read_file(path: Path) -> File:
-    """The file, decompressed and decoded as far as its nodes; TraceError if it is none."""
+class _Whole(File, kw_only=True):
+    nodes: list[Nested]
+
+
+_WHOLE, _TEXT = msgspec.json.Decoder(_Whole), msgspec.json.Decoder(_Text)
+_FLAT, _NESTED = msgspec.json.Decoder(list[Flat]), msgspec.json.Decoder(list[Nested])
+
+
+def read_file(path: Path) -> tuple[File, list[Flat] | list[Nested]]:
+    """What a file says, and its nodes; TraceError if it is no execution trace, naming the first node that is none."""
+    text = _text(path)
+    file: _Text | _Whole
+    nodes: list[Flat] | list[Nested]
+    try:
+        file = _WHOLE.decode(text)
+        nodes, nested = file.nodes, _version(file.schema) >= FIRST_NESTED
+    except UNDECODABLE:  # another schema, or damage
+        file = _decoded(text)
+        nested = _version(file.schema) >= FIRST_NESTED
+        try:
+            nodes = _NESTED.decode(file.nodes) if nested else _FLAT.decode(file.nodes)
+        except UNDECODABLE as error:
+            raise TraceError(_which_node(file.nodes, str(error))) from error
+    if not nodes:
+        raise TraceError("its list of nodes is empty: nothing was recorded.")
+    if isinstance(nodes[0], Nested) != nested:
+        raise TraceError(f"its nodes are not those of its schema {file.schema}.")
+    return file, nodes
+
+
+def _text(path: Path) -> bytes:
     if not path.is_file():
         raise TraceError("it is no file: give the path of an execution trace, or of a folder of them.")
-    blocks = Blocks(path)
-    text = b"".join(blocks)
-    if blocks.damage:
-        raise TraceError(f"it cannot be read: {blocks.damage}. Copy it again, or record it again.")
+    text = path.read_bytes()
+    if text.startswith(GZIP_MAGIC):
+        blocks = Blocks(path)
+        text = b"".join(blocks)
+        if blocks.damage:
+            raise TraceError(f"it cannot be read: {blocks.damage}. Copy it again, or record it again.")
+    return text
+
+
+def _decoded(text: bytes) -> _Text:
     try:
-        return _FILE.decode(text)
+        return _TEXT.decode(text)
     except UNDECODABLE:
         pass
     try:
-        return _FILE.decode(mend(text))  # numbers that are not finite, halves of surrogate pairs
+        return _TEXT.decode(mend(text))  # numbers that are not finite, halves of surrogate pairs
     except UNDECODABLE as error:
         raise TraceError(
             f"its {len(text):,} bytes are no JSON object with a schema and nodes ({error}). An observer that is not "
             "stopped and unregistered leaves a file without an end: record it again."
         ) from error
-
-
-def nodes_of(file: File) -> list[Flat] | list[Nested]:
-    """The nodes, of the struct of the file's schema; TraceError naming the first that cannot be read."""
-    nested = _version(file.schema) >= FIRST_NESTED
-    nodes: list[Flat] | list[Nested]
-    try:
-        nodes = _NESTED.decode(file.nodes) if nested else _FLAT.decode(file.nodes)
-    except UNDECODABLE as error:
-        raise TraceError(_which_node(file.nodes, str(error))) from error
-    if not nodes:
-        raise TraceError("its list of nodes is empty: nothing was recorded.")
-    return nodes
 
 
 def _version(schema: str) -> tuple[int, ...]:
@@ -196,10 +218,8 @@ def _side(each: list[_Arguments], strided: bool) -> Side:
     return Side([one.values for one in each], [one.shapes for one in each], [one.types for one in each], strides)
 
 
-def node_table(
-    nodes: list[Flat] | list[Nested], attributes: dict[str, pl.DataFrame], ids: Int64s
-) -> tuple[pl.DataFrame, int]:
-    """`NODES` in the file's order, and how many name a parent that is not there."""
+def node_rows(nodes: list[Flat] | list[Nested], attributes: dict[str, pl.DataFrame], ids: Int64s) -> pl.DataFrame:
+    """`NODES` in the file's order, the parents as the file has them."""
     own: dict[str, Any]
     if isinstance(nodes[0], Flat):
         own = {name: [getattr(node, said, None) for node in nodes] for name, said in ATTRIBUTE_OF.items()}
@@ -217,11 +237,9 @@ def node_table(
             "args": [bytes(node.args).decode() or None for node in nodes] if linked else None,
             "parent": [node.parent for node in nodes],
         },
-        schema_overrides=NODES | {"kind": pl.String()},
+        schema_overrides=NODES,
     )
-    parent, lost = _checked_parents(frame)
-    frame = frame.with_columns(parent, kind=_kind())
-    return frame.select(list(NODES)), lost
+    return frame.with_columns(kind=_kind()).select(list(NODES))
 
 
 def _kind() -> pl.Expr:
@@ -244,8 +262,8 @@ def _kind() -> pl.Expr:
     )
 
 
-def _checked_parents(frame: pl.DataFrame) -> tuple[pl.Series, int]:
-    """The parents, null at roots, and how many of the others are no node; TraceError for repeated ids and circles."""
+def with_checked_parents(frame: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """Parents null at roots, and how many of the others are no node; TraceError for repeated ids and circles."""
     ids, parents = frame["node_id"], frame["parent"]
     if repeated := frame.filter(ids.is_duplicated())["node_id"].head(1).to_list():
         at = (ids == repeated[0]).arg_true().to_list()
@@ -262,4 +280,4 @@ def _checked_parents(frame: pl.DataFrame) -> tuple[pl.Series, int]:
     if (circle := np.flatnonzero(above[:-1] < len(ids))).size:
         node_id, name, parent = frame["node_id"][int(circle[0])], frame["name"][int(circle[0])], parents[int(circle[0])]
         raise TraceError(f"node {node_id} ({name}) is its own ancestor, through its parent {parent}.")
-    return parents, int(len(ids) - here.sum() - parents.null_count())
+    return frame.with_columns(parents), int(len(ids) - here.sum() - parents.null_count())

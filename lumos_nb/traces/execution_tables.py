@@ -12,7 +12,7 @@ import polars as pl
 
 from lumos_nb.errors import TraceError
 from lumos_nb.traces._event_kernels import Int64s
-from lumos_nb.traces._list_kernels import write_elements
+from lumos_nb.traces._list_kernels import write_elements, write_values
 from lumos_nb.traces.json_stream import UNDECODABLE
 
 GROUP_NODE, COMM_NODE = "## process_group:init ##", "record_param_comms"
@@ -47,6 +47,9 @@ GROUPS = {
 }
 ATTRIBUTES = {"node_id": pl.Int64(), **dict.fromkeys(("name", "type", "value"), pl.String())}
 _DTYPE = re.compile(r"Tensor\(((?:[^()]|\([^()]*\))*)\)")
+_BEGINNING = re.compile(
+    rb'[\[,]\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"type"\s*:\s*"([^"\\]*)"\s*,\s*"value"\s*:\s*(?=[^\s\[{])'
+)
 _ATTRIBUTE = re.compile(r'\{"name":"([^"\\]*)","type":"([^"\\]*)","value":')
 
 
@@ -204,18 +207,36 @@ def _leaves(value: Any, shape: Any, strides: Any) -> list[tuple[Any, Any, Any]]:
 
 def attributes(ids: Int64s, lists: Sequence[msgspec.Raw]) -> dict[str, pl.DataFrame]:
     """Attribute -> the `row` of each node that has it, its `type` and its `value` as JSON."""
-    texts, counts = _elements(lists, ids, "attrs")
     found: dict[str, list[pl.DataFrame]] = {}
-    row, first, common = np.arange(len(ids)), np.cumsum(counts) - counts, int(counts.min())
-    for k in range(common):  # in the files of torch those that all nodes have come first, in one order
-        _take(pl.DataFrame({"row": row, "text": texts[first + k]}), ids, found)
-    rest = np.flatnonzero(np.arange(len(texts)) - np.repeat(first, counts) >= common)
-    _take(pl.DataFrame({"row": np.repeat(row, counts)[rest], "text": texts[rest]}), ids, found)
+    first, rows = _alike(lists, found)
+    texts, counts = _elements([lists[row] for row in rows], ids[rows], "attrs")
+    further = np.arange(len(texts)) - np.repeat(np.cumsum(counts) - counts, counts) >= first
+    own = pl.DataFrame({"row": np.repeat(rows, counts), "text": texts}, schema_overrides={"text": pl.String()})
+    _take(own.filter(further), ids, found)
     whole = {name: pl.concat(parts).sort("row") if len(parts) > 1 else parts[0] for name, parts in found.items()}
     for name, own in whole.items():
         if (twice := np.flatnonzero(np.diff(own["row"].to_numpy()) == 0)).size:
             raise TraceError(f"node {ids[own['row'][int(twice[0])]]} has two attributes {name}.")
     return whole
+
+
+def _alike(lists: Sequence[msgspec.Raw], found: dict[str, list[pl.DataFrame]]) -> tuple[int, Int64s]:
+    """Take the attributes with which all lists begin, as those of torch do; their number, and which lists have more."""
+    beginnings = list(_BEGINNING.finditer(bytes(lists[0])))
+    text = np.frombuffer(bytearray().join([*lists, _PAD]), np.uint8)
+    edges = np.cumsum([0, *(len(one[0]) for one in beginnings)])
+    lines, more = np.empty_like(text), np.zeros(len(lists), np.bool_)
+    ours = np.frombuffer(bytearray().join([*(one[0] for one in beginnings), _PAD]), np.uint8)
+    size = write_values(text, ours, edges, lines, more) if beginnings else -1
+    if size <= 0:
+        return 0, np.arange(len(lists))
+    values = pl.Series([str(lines[: size - 1].data, "utf-8")]).str.split("\n").explode()
+    row = pl.Series("row", np.arange(len(lists)))
+    for k, one in enumerate(beginnings):
+        kind = pl.lit(one[2].decode()).alias("type")
+        own = values.gather_every(len(beginnings), k).alias("value")
+        found.setdefault(one[1].decode(), []).append(row.to_frame().select("row", kind, own))
+    return len(beginnings), np.flatnonzero(more)
 
 
 def _take(left: pl.DataFrame, ids: Int64s, found: dict[str, list[pl.DataFrame]]) -> None:
