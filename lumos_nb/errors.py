@@ -12,6 +12,7 @@ LumosError
 ├── CalibrationError    a calibration that cannot be read, or that has nothing to price an op by
 ├── ScenarioError       a what-if that names unknown classes or impossible scales
 ├── CaptureError        a training loop could not be recorded
+├── BenchmarkError      a benchmark that cannot be run here: too large, or nothing of it chosen
 └── ChakraError         bytes that are no Chakra file, or nodes that cannot be written as one
 """
 
@@ -66,3 +67,7 @@ class CaptureError(LumosError):
 
 class ChakraError(LumosError):
     """Bytes that are no Chakra file, or nodes that cannot be written as one; names the byte or the node."""
+
+
+class BenchmarkError(LumosError):
+    """A benchmark cannot be run here; the message says why and what to do."""

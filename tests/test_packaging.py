@@ -26,7 +26,7 @@ PACKAGE = sorted((ROOT / "lumos_nb").rglob("*.py"))
 CONDA_NAMES = {"torch": "pytorch", "isal": "python-isal"}  # where conda-forge has another name
 
 # The only modules that may need an extra when they are imported.
-NEED_EXTRAS = ("charts.py", "cost_charts.py", "llm_charts.py", "widgets.py", "bench.py")
+NEED_EXTRAS = ("charts.py", "cost_charts.py", "llm_charts.py", "widgets.py", "bench.py", "binding.py")
 
 
 def bounds(requirements: list[str]) -> dict[str, str]:

@@ -11,15 +11,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lumos_nb.exchange.benchmark.program import Workload as Workload
     from lumos_nb.exchange.benchmark.program import generate as generate
-    from lumos_nb.exchange.benchmark.program import workload as workload
+    from lumos_nb.exchange.benchmark.program import replay as replay
     from lumos_nb.exchange.benchmark.similarity import Similarity as Similarity
     from lumos_nb.exchange.benchmark.similarity import compare as compare
+    from lumos_nb.exchange.benchmark.tables import Workload as Workload
+    from lumos_nb.exchange.benchmark.tables import workload as workload
 
 _MODULES = {
-    "program": ("Workload", "generate", "workload"),
+    "program": ("generate", "replay"),
     "similarity": ("Similarity", "compare"),
+    "tables": ("Workload", "workload"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

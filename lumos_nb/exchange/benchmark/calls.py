@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,6 +66,8 @@ class Node:
     schema: str | None
     kernel: bool
     """Whether it is a compiled kernel (Triton's) of its own."""
+    wrapper: bool = False
+    """Whether it is an operator on a tensor of a subclass, whose parts the operators under it are called on."""
     parent: Node | None = None
     children: list[Node] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
@@ -75,6 +77,13 @@ class Node:
     def communicates(self) -> bool:
         """Whether it is an operator that ranks call together."""
         return self.op is not None and self.op.startswith(tuple(f"{name}::" for name in COMMUNICATION))
+
+    def above(self) -> Iterator[Node]:
+        """The node that it is in, the one that that is in, and so on."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
 
     def below(self) -> Iterator[Node]:
         """All nodes under it."""
@@ -94,8 +103,8 @@ def tensors_of(values: list[Any]) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def read_nodes(trace: ExecutionTrace, step: int | None) -> list[Node]:
-    """The nodes of one step (of the whole file where none is marked), in order of their starts."""
+def read_nodes(trace: ExecutionTrace, step: int | None, sizes: Mapping[int, int]) -> list[Node]:
+    """The nodes of one step (of the whole file where none is marked), in order of their starts; some sizes replaced."""
     table = trace.nodes.sort("node_id")
     first, last = _window(table, step)
     table = table.filter(pl.col("node_id").is_between(first, last))
@@ -109,7 +118,7 @@ def read_nodes(trace: ExecutionTrace, step: int | None) -> list[Node]:
         if parent in nodes:
             node.parent = nodes[parent]
             node.parent.children.append(node)
-    _read_arguments(trace, nodes)
+    _read_arguments(trace, nodes, sizes)
     return list(nodes.values())
 
 
@@ -130,7 +139,7 @@ def _window(table: pl.DataFrame, step: int | None) -> tuple[int, int]:
     return starts[at], starts[at + 1] - 1 if at + 1 < len(starts) else last
 
 
-def _read_arguments(trace: ExecutionTrace, nodes: dict[int, Node]) -> None:
+def _read_arguments(trace: ExecutionTrace, nodes: dict[int, Node], sizes: Mapping[int, int]) -> None:
     rows = trace.arguments.filter(pl.col("node_id").is_in(list(nodes))).sort("node_id", "side", "position")
     columns = ("node_id", "side", "type", "value", "shape", "strides")
     known: dict[str, Any] = {}
@@ -138,7 +147,7 @@ def _read_arguments(trace: ExecutionTrace, nodes: dict[int, Node]) -> None:
         text = f"{kind}|{value}|{shape}|{strides}"
         if text not in known:
             decoded = [None if part is None else msgspec.json.decode(part) for part in (value, shape, strides)]
-            known[text] = _argument(iter(_LEAF.findall(kind)), *decoded)
+            known[text] = _resized(_argument(iter(_LEAF.findall(kind)), *decoded), sizes)
         node = nodes[node_id]
         (node.inputs if side == "input" else node.outputs).append(known[text])
 
@@ -163,7 +172,7 @@ def _argument(dtypes: Iterator[str], value: Any, shape: Any, strides: Any) -> An
     return value
 
 
-_NAME = re.compile(r"([A-Za-z_]\w*)\s*(?:=[^,]*)?$")
+_NAME = re.compile(r"([A-Za-z_]\w*)\s*(?:=.*)?$")
 
 
 def schema_names(schema: str) -> list[str]:
@@ -192,6 +201,23 @@ def _nowhere(nodes: list[Node]) -> set[int]:
     return empty - made
 
 
+def _resized(value: Any, sizes: Mapping[int, int]) -> Any:
+    """The value with other sizes in place of some: dimensions, and numbers that equal them."""
+    if isinstance(value, list):
+        return [_resized(one, sizes) for one in value]
+    if not isinstance(value, Tensor):
+        return sizes.get(value, value) if type(value) is int else value
+    shape = tuple(sizes.get(size, size) for size in value.shape)
+    old = value.strides
+    if shape == value.shape or old is None:
+        return value._replace(shape=shape)
+    strides, step = [0] * len(shape), 1
+    for stride, at in sorted((stride, -at) for at, stride in enumerate(old)):  # dense, in the same order
+        strides[-at] = step if stride else 0
+        step *= shape[-at] if stride else 1
+    return value._replace(shape=shape, strides=tuple(strides))
+
+
 class Uses:
     """When each storage is made, and when each of its views is read."""
 
@@ -211,7 +237,7 @@ class Uses:
                     self.made.setdefault(tensor.storage, []).append(node.id)
 
     def wraps(self, node: Node) -> bool:
-        """Whether it is called on a tensor of a subclass, whose parts the operators under it are called on."""
+        """Whether it is a wrapper."""
         if any(one.name == _SUBCLASS for one in node.below()):
             return True
         return any(one.storage in self.nowhere and one.numel for one in tensors_of([*node.inputs, *node.outputs]))
@@ -249,11 +275,18 @@ def choose(nodes: list[Node], composite: Callable[[str], bool | None]) -> list[N
     return sorted(chosen, key=lambda node: node.id)
 
 
+_FREE = {*BOOKKEEPING_OPS, "aten::record_stream"}
+"""Operators that compute nothing, and cannot be called apart from what they keep track of."""
+
+
 def _is_called(node: Node, uses: Uses, composite: Callable[[str], bool | None]) -> bool:
-    if node.kind != "operator" or node.op in BOOKKEEPING_OPS or uses.wraps(node):
+    if node.kind != "operator" or node.op in _FREE:
         return False
-    kind = None if node.op is None or node.communicates else composite(node.op)
-    if kind is None and not node.communicates:  # what is under it may be callable
+    if node.wrapper or uses.wraps(node):
+        node.wrapper = True
+        return False
+    kind = False if node.op is None or node.communicates else composite(node.op)
+    if kind is None and node.name.startswith("aten::"):  # of another release of torch: what is under it may be callable
         return not any(one.kind == "operator" for one in node.below())
     return not kind or not _hides(node, uses)
 

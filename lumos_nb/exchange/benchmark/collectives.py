@@ -99,11 +99,9 @@ class Communications:
         if record is not None:
             name = record["group"]
             return f"seq {record['sequence']}", name if name in self.groups else DEFAULT_GROUP
-        above = node.parent
-        while above is not None:
+        for above in node.above():
             if found := LABEL.match(above.name):
                 return above.name.partition("::")[2], found[3] if found[3] in self.groups else DEFAULT_GROUP
-            above = above.parent
         return "", DEFAULT_GROUP
 
 

@@ -80,6 +80,10 @@ class Dataflow:
         bound = {name: self._argument(short, arguments, name, value, 0) for name, value in arguments.items()}
         self.calls.append(Call(op, node, bound, self._results(short, node), reason))
 
+    def item_bytes(self, memory: Memory) -> int:
+        """Bytes of an element of the memory."""
+        return ITEM_BYTES[memory.dtype]
+
     def communicate(self, node: Node, talk: Communication) -> None:
         """Issue a collective or a message, or wait for one that was issued in this step."""
         if talk.what == "wait":

@@ -133,10 +133,10 @@ def _read(source: Run | str | Path) -> tuple[pl.DataFrame, np.ndarray]:
     steps = steps.select("rank", step=pl.struct("rank", "start_ns").rank("dense"), begin="start_ns", end=_END)
     if len(steps) > 2 * steps["rank"].n_unique():  # in the first the profiler is still at work
         steps = steps.filter(pl.col("begin") > pl.col("begin").min().over("rank"))
-    times = Path(source) / "steps.csv" if isinstance(source, str | Path) else None
-    if times is not None and times.is_file():
-        table = pl.read_csv(times).group_by("step").agg(pl.col("wall_ns").max()).sort("step")
-        return _ops(events, steps), table["wall_ns"].to_numpy()
+    files = [] if isinstance(source, Run) else sorted(Path(source).glob("steps*.csv"))
+    if files:
+        times = pl.concat([pl.read_csv(file) for file in files]).group_by("step").agg(pl.col("wall_ns").max())
+        return _ops(events, steps), times.sort("step")["wall_ns"].to_numpy()
     return _ops(events, steps), (steps["end"] - steps["begin"]).to_numpy()
 
 

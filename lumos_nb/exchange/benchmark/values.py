@@ -15,6 +15,8 @@ from lumos_nb.exchange.benchmark.calls import Tensor
 Rule = list[Any]
 """The name of a rule of bench.py's `fill`, and its numbers."""
 
+ROWS = "rows"
+"""Rule of memory whose numbers are rows of embedding tables, before it is known how they are drawn."""
 _ROWS = {
     ("embedding", "indices"): "weight",
     ("embedding_bag", "indices"): "weight",
@@ -74,7 +76,8 @@ def need(op: str, arguments: dict[str, Any], name: str, tensor: Tensor, position
     if tensor.dtype in ("int64", "int32"):
         bound = _bound(op, arguments, name, position)
         if bound is not None:
-            return Need(["integers", 0, bound], forced=True)
+            looked_up = (op, name) in _ROWS or (op, name) in _NUMBER
+            return Need([ROWS if looked_up else "integers", 0, bound], forced=True)
         if op in _BAGS and name == "offsets":
             indices = arguments["indices"]
             return Need(["even", indices.numel, bool(arguments.get("include_last_offset"))], forced=True)
@@ -126,6 +129,6 @@ def stricter(old: Rule | None, new: Rule) -> Rule:
     """Which of two rules memory obeys that two arguments share."""
     if old is None or old[0] == "normal":
         return new
-    if old[0] == new[0] == "integers":
-        return ["integers", 0, min(old[2], new[2])]
+    if {old[0], new[0]} <= {"integers", ROWS}:
+        return [old[0], 0, min(old[2], new[2])]
     return old

@@ -1,0 +1,322 @@
+"""What a benchmark runs, as a table: operators, memory, slots, calls; made from an execution trace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from lumos_nb.display import format_bytes, format_share, html_table, text_table
+from lumos_nb.embedding_tables import BINS, complete_tables, reused_indices, zipf_indices
+from lumos_nb.errors import InputError
+from lumos_nb.exchange.benchmark.calls import Node, Tensor, choose, read_nodes, tensors_of
+from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP, Communications
+from lumos_nb.exchange.benchmark.dataflow import STAND_IN, Call, Dataflow, Slot
+from lumos_nb.exchange.benchmark.registry import Registry
+from lumos_nb.exchange.benchmark.values import ROWS, common
+from lumos_nb.exchange.chakra.linking import link
+from lumos_nb.traces.execution_trace import ExecutionTrace, load_execution_trace
+from lumos_nb.traces.run import Run
+
+CALLS = {
+    "call": pl.Int64(),
+    "op": pl.String(),
+    "node_id": pl.Int64(),
+    "operators": pl.Int64(),
+    "reason": pl.String(),
+    "dur_ns": pl.Int64(),
+    "gap_ns": pl.Int64(),
+}
+CAPTURE = "capture.json"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """What a benchmark runs.
+
+    Attributes
+    ----------
+    table
+        What workload.json holds: operators, memory, slots, calls.
+    calls
+        One row a call: `call`, `op`, `node_id` of the trace, `operators` (nodes of the trace that it stands for), for a
+        stand-in the `reason` (else empty), and where a profile was given `dur_ns`, and `gap_ns` since the last call's
+        end, in the original.
+    notes
+        `what` was assumed, and the `count` of it.
+    operator_ns
+        Time in the trace's outermost operators; null without a profile.
+    indices
+        Numbers that lookups of embedding tables read, where they were drawn; int64.
+    """
+
+    table: dict[str, Any]
+    calls: pl.DataFrame
+    notes: pl.DataFrame
+    operator_ns: int | None
+    indices: np.ndarray
+
+    @property
+    def coverage(self) -> float:
+        """The share of the trace's operators that calls stand for; stand-ins stand for none."""
+        covered, total = (int(rows["operators"].sum()) for rows in (self.calls.filter(reason=""), self.calls))
+        return covered / total if total else 0.0
+
+    @property
+    def time_coverage(self) -> float | None:
+        """The share of operator time that is in what is called; None without a profile."""
+        if not self.operator_ns:
+            return None
+        operators = self.calls.filter((pl.col("reason") == "") & (pl.col("operators") > 0))
+        return float(operators["dur_ns"].sum()) / self.operator_ns
+
+    def _title(self) -> str:
+        made = {slot for call in self.table["calls"] for slot in call["out"]}
+        given = {row[0] for slot, row in enumerate(self.table["slots"]) if slot not in made}
+        size_bytes = sum(self.table["memory"][at][0] for at in given)
+        share = format_share(self.coverage)
+        time = "" if self.time_coverage is None else f" and {format_share(self.time_coverage)} of their time"
+        return (
+            f"Benchmark of {len(self.calls):,} calls for {self.calls['operators'].sum():,} operators, {share} of them"
+            f"{time} covered; {format_bytes(size_bytes)} given"
+        )
+
+    def _overview(self) -> pl.DataFrame:
+        stand_ins = self.calls.filter(pl.col("reason") != "")
+        return stand_ins.group_by("op", "reason").agg(calls=pl.len(), operators=pl.col("operators").sum()).sort("op")
+
+    def __repr__(self) -> str:
+        return text_table(self._overview(), caption=f"{self._title()}; stand-ins:")
+
+    def _repr_html_(self) -> str:
+        return html_table(self._overview(), caption=f"{self._title()}; stand-ins:")
+
+
+def workload(
+    trace: ExecutionTrace | str | Path,
+    *,
+    rank: int | None = None,
+    step: int | None = None,
+    profile: Run | str | Path | None = None,
+    shrink: Mapping[int, int] | None = None,
+    tables: pl.DataFrame | None = None,
+    alpha: float = 0.0,
+) -> Workload:
+    """Read what a trace's operators did as a table of calls.
+
+    Parameters
+    ----------
+    trace
+        An execution trace, or the path of one; a folder or archive of several takes a `rank`.
+    rank
+        Which rank's.
+    step
+        The number in a ProfilerStep# mark; by default the first step that is marked, or else the whole trace.
+    profile
+        A Kineto trace of the same program, for the times of calls and the gaps between them; a capture's own, if
+        `trace` is the folder of one.
+    shrink
+        Sizes of dimensions and what to put in their place, in all tensors and arguments: {4096: 64}.
+    tables
+        A frame of embedding tables (`embedding_tables.complete_tables`): lookups of a table with so many rows reuse
+        them as its bins say.
+    alpha
+        Skew of all other lookups (`embedding_tables.zipf_indices`); 0: each row as often.
+
+    Returns
+    -------
+    Workload
+        Calls, memory, and what could not be called.
+
+    Raises
+    ------
+    TraceError
+        There is no such step, or the file is no execution trace.
+    InputError
+        `shrink` has a size that is no whole number from 1 on.
+
+    Examples
+    --------
+    >>> workload("runs/gpt", rank=0).coverage  # doctest: +SKIP
+    """
+    sizes = _checked_sizes(shrink)
+    found = trace if isinstance(trace, ExecutionTrace) else load_execution_trace(trace, rank=rank)
+    nodes = read_nodes(found, step, sizes)
+    registry, talks, flow = Registry(), Communications(found), Dataflow()
+    for node in choose(nodes, registry.is_composite):
+        if (talk := talks.of(node)) is not None:
+            flow.communicate(node, talk)
+        elif node.kind == "comm":
+            flow.notes["records of communication that no operator issues: left out"] += 1
+        elif isinstance(bound := registry.bind(node, talks.groups), str):
+            flow.add(node, STAND_IN, {"inputs": [*tensors_of(node.inputs)]}, bound)
+        else:
+            flow.add(node, node.op or "", bound)
+    calls = flow.with_waits()
+    rank = _rank(found, rank, talks.groups)
+    source: dict[str, Any] = {"schema": found.metadata["schema"], "nodes": len(nodes), "rank": rank}
+    folder = None if isinstance(trace, ExecutionTrace) else Path(trace)
+    if folder is not None and (about := folder / CAPTURE).is_file():
+        profile = folder if profile is None else profile
+        source["threads"] = int(msgspec.json.decode(about.read_bytes())["threads"])
+    timed = _call_table(calls)
+    operator_ns = None
+    if profile is not None:
+        timed, operator_ns = _timed(timed, nodes, link(found, profile, rank=rank).nodes)
+    indices = _draw(flow, tables, alpha)
+    table = _table(flow, calls, source, talks.groups, timed["gap_ns"].to_list())
+    notes = pl.DataFrame([*flow.notes.items()], schema={"what": pl.String(), "count": pl.Int64()}, orient="row")
+    return Workload(table, timed, notes, operator_ns, indices)
+
+
+def _checked_sizes(shrink: Mapping[int, int] | None) -> dict[int, int]:
+    sizes = dict(shrink or {})
+    if any(type(size) is not int or size < 1 for pair in sizes.items() for size in pair):
+        raise InputError(f"shrink is {sizes!r}: give sizes of dimensions and smaller ones, such as {{4096: 64}}.")
+    return sizes
+
+
+def _rank(trace: ExecutionTrace, rank: int | None, groups: Mapping[str, list[int]]) -> int:
+    """Whose trace it is: as given, else as records in the default group say, else by the last number in its name."""
+    records = trace.comms.filter(pl.col("group") == DEFAULT_GROUP)["rank"].drop_nulls()
+    said = [rank, *records.head(1), *re.findall(r"\d+", trace.path.name)[-1:], 0]
+    found = next(int(one) for one in said if one is not None)
+    return found if found in groups[DEFAULT_GROUP] else 0
+
+
+def _call_table(calls: list[Call]) -> pl.DataFrame:
+    seen: set[int] = set()
+    rows = [
+        (at, call.op or call.node.name, call.node.id, _operators(call.node, seen), call.reason, None, None)
+        for at, call in enumerate(calls)
+    ]
+    return pl.DataFrame(rows, schema=CALLS, orient="row")
+
+
+def _operators(node: Node, seen: set[int]) -> int:
+    """How many operators of the trace a call of the node stands for, the first time that it is called."""
+    if node.id in seen:
+        return 0
+    seen.add(node.id)
+    below = sum(other.kind == "operator" for other in node.below())
+    return below + 1 if node.kind == "operator" or node.kernel else 0
+
+
+def _timed(calls: pl.DataFrame, nodes: list[Node], linked: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """The calls with their times in the original, and the time in its outermost operators."""
+    times = linked.group_by("node_id").agg(pl.col("dur_ns").median().cast(pl.Int64))
+    whole = linked.group_by("iteration").agg(pl.col("event_id").count()).sort("event_id", "iteration")["iteration"]
+    starts = linked.filter(pl.col("iteration") == whole.last()).select(
+        "node_id", start_ns="start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns")
+    )
+    first = pl.col("node_id").is_first_distinct()
+    found = calls.drop("dur_ns", "gap_ns").join(times, on="node_id", how="left", maintain_order="left")
+    found = found.join(starts, on="node_id", how="left", maintain_order="left")
+    before = pl.col("end_ns").cum_max().shift(1)
+    found = found.with_columns(
+        dur_ns=pl.when(first).then("dur_ns"), gap_ns=pl.when(first).then((pl.col("start_ns") - before).clip(0))
+    )
+    outer = [node.id for node in nodes if _computes(node) and not any(map(_computes, node.above()))]
+    operator_ns = times.filter(pl.col("node_id").is_in(outer))["dur_ns"].sum()
+    return found.select(list(CALLS)), int(operator_ns)
+
+
+def _computes(node: Node) -> bool:
+    return node.kind == "operator" and not node.wrapper
+
+
+def _draw(flow: Dataflow, tables: pl.DataFrame | None, alpha: float) -> np.ndarray:
+    """Numbers for lookups of embedding tables; the rules of their memory then say where they are."""
+    known = {} if tables is None else {row["rows"]: row for row in complete_tables(tables).iter_rows(named=True)}
+    drawn: list[np.ndarray] = []
+    for memory in flow.memories:
+        if memory.rule is None or memory.rule[0] != ROWS:
+            continue
+        rows, count = memory.rule[2], memory.bytes // flow.item_bytes(memory)
+        bins = [known[rows][name] for name in BINS] if rows in known else []
+        memory.rule = ["integers", 0, rows]
+        if any(bins) or alpha:
+            seed = memory.number
+            found = reused_indices(rows, count, bins, seed) if any(bins) else zipf_indices(rows, count, alpha, seed)
+            memory.rule = ["drawn", sum(map(len, drawn)), count]
+            drawn.append(found)
+    return np.concatenate([*drawn, np.zeros(0, np.int64)])
+
+
+def _table(
+    flow: Dataflow,
+    calls: list[Call],
+    source: dict[str, Any],
+    groups: Mapping[str, list[int]],
+    gaps_ns: list[int | None],
+) -> dict[str, Any]:
+    ops = sorted({call.op for call in calls})
+    number = {op: at for at, op in enumerate(ops)}
+    scopes = _Scopes()
+    first: dict[int, Tensor] = {}
+    for at, tensor in flow.slots:
+        first.setdefault(at, tensor)
+    rows = [
+        {
+            "op": number[call.op],
+            "in": {name: _encoded(value) for name, value in call.arguments.items()},
+            "out": [int(slot) for slot in call.out],
+            "scope": scopes.number(call.node),
+            **({"why": call.reason} if call.reason else {}),
+            **({"comm": _talk(call)} if call.talk else {}),
+            **({"gap_ns": gap_ns} if gap_ns else {}),
+        }
+        for call, gap_ns in zip(calls, gaps_ns, strict=True)
+    ]
+    return {
+        "format": "lumos_nb benchmark 1",
+        "source": source,
+        "groups": groups,
+        "ops": ops,
+        "scopes": scopes.rows,
+        "memory": [[m.bytes, m.device, m.dtype, m.rule or common(first[m.number])] for m in flow.memories],
+        "slots": [[at, t.offset, t.shape, t.strides, t.dtype] for at, t in flow.slots],
+        "calls": rows,
+    }
+
+
+def _talk(call: Call) -> dict[str, Any]:
+    talk = call.talk
+    if talk is None or talk.what == "wait":
+        return {"handle": call.handle}
+    return {"handle": call.handle, "group": talk.group, "peer": talk.peer, "splits": talk.splits}
+
+
+def _encoded(value: Any) -> Any:
+    """A slot as an object with its number: nothing else in the table is one."""
+    if isinstance(value, Slot):
+        return {"slot": int(value)}
+    return [_encoded(one) for one in value] if isinstance(value, list) else value
+
+
+class _Scopes:
+    """What calls are within: functions and annotations, each with the one that it is within."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, int]] = []
+        self._number: dict[int, int] = {}
+
+    def number(self, node: Node | None) -> int:
+        """The place of what the node is within, itself included; -1 at the top."""
+        path = []
+        while node is not None and node.id not in self._number:
+            path.append(node)
+            node = node.parent
+        at = -1 if node is None else self._number[node.id]
+        for one in reversed(path):
+            if one.kind not in ("process", "thread"):
+                self.rows.append((one.name, at))
+                at = len(self.rows) - 1
+            self._number[one.id] = at
+        return at
