@@ -141,7 +141,10 @@ def test_wrong_usage_is_2_with_the_usage(arguments, capsys):
     assert err.startswith("usage: lumos-nb")
 
 
-@pytest.mark.parametrize("verb", ["replay", "compare", "check", "chakra link"])
+CHAKRA = [f"chakra {verb}" for verb in ("link", "convert", "validate", "obfuscate", "json", "view")]
+
+
+@pytest.mark.parametrize("verb", ["replay", "compare", "check", *CHAKRA])
 def test_help_has_examples_that_parse(verb, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main([*verb.split(), "--help"])
@@ -162,6 +165,34 @@ def test_a_trace_is_linked_with_its_profile(traces, tmp_path, capfd):
     assert pl.read_parquet(tmp_path / "out/nodes.parquet").height == 38
     found = json.loads(printed(capfd, "chakra", "link", et, kineto, "--json"))
     assert found["report"][0] == {"what": "nodes", "rule": "external id", "amount": 36, "share": 1.0}
+
+
+def test_a_run_becomes_chakra_files_that_are_checked_obfuscated_printed_and_viewed(tmp_path, capfd):
+    out, public = tmp_path / "out", tmp_path / "public"
+    text = printed(capfd, "chakra", "convert", ln.datasets.path("gpt-ddp"), out, "--target", "astra-sim")
+    assert text.strip().endswith("chakra.0.et, chakra.1.et, chakra.groups.json")
+    assert "nothing found" in printed(capfd, "chakra", "validate", out, "--target", "astra-sim")
+    assert "4 ALL_REDUCE of" in printed(
+        capfd, "chakra", "obfuscate", out, public, "--scale", "secret", "--jitter", "0.1"
+    )
+    assert (
+        json.loads(printed(capfd, "chakra", "json", public / "chakra.0.et", tmp_path / "a.jsonl", "--json"))["nodes"]
+        > 900
+    )
+    printed(capfd, "chakra", "json", tmp_path / "a.jsonl", tmp_path / "a.0.et")
+    assert (tmp_path / "a.0.et").read_bytes() == (public / "chakra.0.et").read_bytes()
+    printed(capfd, "chakra", "view", out, tmp_path / "view.json")
+    names = {one["name"] for one in json.loads((tmp_path / "view.json").read_text())["traceEvents"]}
+    assert {"gloo:all_reduce", "thread_name"} <= names
+
+
+def test_findings_of_a_check_are_exit_code_1(tmp_path, capfd):
+    nodes = ln.chakra.Nodes.of(pl.DataFrame({"id": [1, 1], "dur_us": [5, 5]}))
+    ln.chakra.write_file(nodes, tmp_path / "a.0.et")
+    assert cli.main(["chakra", "validate", str(tmp_path)]) == 1
+    assert "1 findings (1 id)" in capfd.readouterr().out
+    assert cli.main(["chakra", "validate", str(tmp_path), "--json"]) == 1
+    assert json.loads(capfd.readouterr().out)["findings"][0]["rule"] == "id"
 
 
 def test_the_version_is_that_of_the_package():

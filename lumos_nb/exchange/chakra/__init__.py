@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from lumos_nb.exchange.chakra.linking import Linked as Linked
     from lumos_nb.exchange.chakra.linking import link as link
     from lumos_nb.exchange.chakra.messages import message_class as message_class
+    from lumos_nb.exchange.chakra.obfuscation import Obfuscated as Obfuscated
+    from lumos_nb.exchange.chakra.obfuscation import Policy as Policy
+    from lumos_nb.exchange.chakra.obfuscation import obfuscate as obfuscate
     from lumos_nb.exchange.chakra.tables import NODES as NODES
     from lumos_nb.exchange.chakra.tables import Nodes as Nodes
     from lumos_nb.exchange.chakra.validation import validate as validate
@@ -31,6 +34,7 @@ _MODULES = {
     "files": ("rank_files", "read_file", "read_groups", "stream_file", "write_file", "write_ranks"),
     "linking": ("Linked", "link"),
     "messages": ("message_class",),
+    "obfuscation": ("Obfuscated", "Policy", "obfuscate"),
     "tables": ("NODES", "Nodes"),
     "validation": ("validate",),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -72,30 +72,32 @@ def write(
     --------
     >>> write(build_graph(run), "out/", target="astra-sim")  # doctest: +SKIP
     """
+    files, groups = files_of(source, target)
+    return write_ranks(files, folder, prefix, groups)
+
+
+def files_of(source: Graph | Estimated, target: str | None) -> tuple[Iterator[tuple[int, Nodes]], dict[str, list[int]]]:
+    """The nodes of every rank, one after the other, and the groups; errors as of `write`, before any rank is given."""
     if target not in TARGETS:
         raise InputError(f"target is {target!r}; it may be None or 'astra-sim'.")
     graph = source if isinstance(source, Graph) else getattr(source, "graph", None)
     if not isinstance(graph, Graph):
         raise InputError(f"this writes a Graph or an estimate, not a {type(source).__name__}.")
-    layout = getattr(source, "layout", None)
+    layout, stride = getattr(source, "layout", None), 1
     nodes = nodes_of(graph, latencies=target is None)
     ranks = {rank: table for (rank,), table in nodes.partition_by("rank", as_dict=True).items()}
     if isinstance(layout, Parallelism):
-        numbers, groups = _numbered(
-            {kind: [[*ranks]] if kind == "pp" else [[r] for r in ranks] for kind in GROUPS}, ranks
-        )
+        stages = {kind: [[*ranks]] if kind == "pp" else [[r] for r in ranks] for kind in GROUPS}
+        numbers, groups = _numbered(stages, ranks)
         _refuse(Job.of(_named(ranks, numbers), groups), target)  # one pipeline stands for all
-        every = {rank: ranks[rank * layout.pp // layout.world] for rank in range(layout.world)}
-        numbers, groups = _numbered({kind: layout.groups(kind).tolist() for kind in GROUPS}, every)
-        ranks = every
+        stride = layout.world // layout.pp
+        ranks = {rank: ranks[rank // stride] for rank in range(layout.world)}
+        numbers, groups = _numbered({kind: layout.groups(kind).tolist() for kind in GROUPS}, ranks)
     else:
         numbers, groups = _numbered(_met(nodes, complete=target is not None), ranks)
         _refuse(Job.of(_named(ranks, numbers), groups), target)
-    stride = layout.world // layout.pp if isinstance(layout, Parallelism) else 1
-    files = (
-        (rank, Nodes.of(_named({rank: table}, numbers, stride)[rank], version=VERSION)) for rank, table in ranks.items()
-    )
-    return write_ranks(files, folder, prefix, groups)
+    named = ((rank, _named({rank: table}, numbers, stride)[rank]) for rank, table in ranks.items())
+    return ((rank, Nodes.of(table, version=VERSION)) for rank, table in named), groups
 
 
 Numbers = Mapping[tuple[str, int], str]

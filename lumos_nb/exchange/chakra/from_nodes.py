@@ -182,7 +182,8 @@ def _without_lags(ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame,
         users.filter((pl.col("users") == 1) & (pl.col("sources") == 1)), on="row"
     )
     back = lags.select(
-        src=pl.col("of").list.first(), dst=pl.col("to").list.first(), rule=pl.col("name").str.strip_prefix(f"{LAG}: "),
+        src=pl.col("of").list.first(), dst=pl.col("to").list.first(),
+        rule=pl.col("name").str.extract(f"^{LAG}: (.+)").fill_null(LAG),
         evidence=pl.lit("exact"), hard=True, lag_ns="dur_ns",
     )  # fmt: skip
     gone = lags["row"].implode()
