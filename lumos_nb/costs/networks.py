@@ -62,7 +62,7 @@ def trained(
     Parameters
     ----------
     shapes
-        As `layer_shapes` gives them. Weights begin as Xavier's, biases at 0.01.
+        As `layer_shapes` gives them. Weights begin as Xavier's, those of the last layer at 0, biases at 0.01.
     loss
         Of layers on some samples, given by number.
     train, held
@@ -81,6 +81,7 @@ def trained(
         else torch.full(shape, 0.01)
         for shape in shapes
     ]
+    layers[-2].zero_()  # so that training begins at the bias, which is a mean, or a model whose residual this is
     layers = [layer.requires_grad_() for layer in layers]
     optimizer = torch.optim.Adam(layers, lr=LEARNING_RATE, weight_decay=weight_decay)
     rows, rest = torch.from_numpy(train), torch.from_numpy(held)
