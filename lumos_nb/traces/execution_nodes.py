@@ -51,6 +51,7 @@ _VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:-chakra\.[\d.]+)?")
 _PLACE = re.compile(r"`\$\[(\d+)\]")
 
 _Raw = msgspec.Raw
+_ABSENT = _Raw(b"")
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -60,10 +61,10 @@ class Node(msgspec.Struct, gc=False, kw_only=True):
 
     id: _Id
     name: str
-    ts: _Raw = _Raw(b"")
-    dur: _Raw = _Raw(b"")
+    ts: _Raw = _ABSENT
+    dur: _Raw = _ABSENT
     cat: str | None = None
-    args: _Raw = _Raw(b"")
+    args: _Raw = _ABSENT
 
 
 class Flat(Node, gc=False, kw_only=True):
@@ -89,7 +90,7 @@ class _Arguments(msgspec.Struct, gc=False):
     values: _Raw
     shapes: _Raw
     types: _Raw
-    strides: _Raw = _Raw(b"")
+    strides: _Raw = _ABSENT
 
 
 class Nested(Node, gc=False, kw_only=True):
@@ -200,6 +201,11 @@ def _which_node(text: _Raw, error: str) -> str:
     return f"node {place[1]} of its list ({name}): {error}."
 
 
+def attribute_lists(nodes: list[Flat] | list[Nested]) -> list[_Raw]:
+    """The attributes of all nodes, as text."""
+    return [tables.NONE] * len(nodes) if isinstance(nodes[0], Flat) else [node.attrs for node in nodes]
+
+
 def sides(nodes: list[Flat] | list[Nested]) -> tuple[Side, Side]:
     """Inputs and outputs of all nodes, as text."""
     if isinstance(nodes[0], Flat):
@@ -207,7 +213,7 @@ def sides(nodes: list[Flat] | list[Nested]) -> tuple[Side, Side]:
             Side([n.inputs for n in nodes], [n.input_shapes for n in nodes], [n.input_types for n in nodes], None),
             Side([n.outputs for n in nodes], [n.output_shapes for n in nodes], [n.output_types for n in nodes], None),
         )
-    have = [bool(one.strides) for node in nodes for one in (node.inputs, node.outputs)]
+    have = [one.strides is not _ABSENT for node in nodes for one in (node.inputs, node.outputs)]
     if any(have) and not all(have):
         raise TraceError(f"node {nodes[have.index(False) // 2].id} has no strides where other nodes have some.")
     return _side([n.inputs for n in nodes], have[0]), _side([n.outputs for n in nodes], have[0])
@@ -225,7 +231,7 @@ def node_rows(nodes: list[Flat] | list[Nested], attributes: dict[str, pl.DataFra
         own = {name: [getattr(node, said, None) for node in nodes] for name, said in ATTRIBUTE_OF.items()}
     else:
         own = {name: tables.column(attributes.get(said), name, NODES[name], ids) for name, said in ATTRIBUTE_OF.items()}
-    linked = any(node.dur for node in nodes)
+    linked = any(node.dur is not _ABSENT for node in nodes)
     frame = pl.DataFrame(
         {
             "node_id": ids,

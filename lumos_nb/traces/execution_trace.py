@@ -15,8 +15,7 @@ from lumos_nb.errors import InputError, TraceError
 from lumos_nb.traces import execution_tables as tables
 from lumos_nb.traces.execution_nodes import (
     ATTRIBUTE_OF,
-    Flat,
-    Nested,
+    attribute_lists,
     node_rows,
     read_file,
     sides,
@@ -30,7 +29,6 @@ from lumos_nb.traces.trace import NOTES
 
 _METADATA = ("schema", "pid", "time", "start_ts", "finish_ts")
 _HEAD_BYTES = 1 << 16
-_BATCH = 8192  # nodes whose text and tables stay in the processor's caches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,8 +160,11 @@ def _chosen(found: list[Path], rank: int | None, where: Path) -> Path:
 
 def _read(file: Path, shown: Path) -> ExecutionTrace:
     said, nodes = read_file(file)
-    batches = [_tables(nodes[k : k + _BATCH]) for k in range(0, len(nodes), _BATCH)]
-    rows, arguments, tensors, attributes = (pl.concat(parts) for parts in zip(*batches, strict=True))
+    ids = np.array([node.id for node in nodes], np.int64)
+    attributes = tables.attributes(ids, attribute_lists(nodes))
+    rows = node_rows(nodes, attributes, ids)
+    arguments = tables.arguments(ids, *sides(nodes))
+    tensors = tables.tensors(arguments)
     rows, lost = with_checked_parents(rows)
     notes = [("parents", lost, "nodes whose parent is not in the file: taken for roots")] if lost else []
     return ExecutionTrace(
@@ -172,17 +173,8 @@ def _read(file: Path, shown: Path) -> ExecutionTrace:
         tensors,
         tables.groups(rows, arguments),
         tables.comms(rows, arguments, tensors),
-        attributes,
+        tables.other_attributes(ids, attributes, set(ATTRIBUTE_OF.values())),
         pl.DataFrame(notes, schema=NOTES, orient="row"),
         {name: getattr(said, name) for name in _METADATA},
         shown,
     )
-
-
-def _tables(nodes: list[Flat] | list[Nested]) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """Nodes, arguments, tensors and further attributes of some nodes."""
-    ids = np.array([node.id for node in nodes], np.int64)
-    attributes = tables.attributes(ids, [node.attrs if isinstance(node, Nested) else tables.NONE for node in nodes])
-    arguments = tables.arguments(ids, *sides(nodes))
-    further = tables.other_attributes(ids, attributes, set(ATTRIBUTE_OF.values()))
-    return node_rows(nodes, attributes, ids), arguments, tables.tensors(arguments), further
