@@ -24,6 +24,7 @@ from benchmarks.kernel_accuracy import kernel_rows
 from benchmarks.llm_accuracy import llm_rows
 from benchmarks.llm_uses import beside_rows, blackwell_rows, use_rows
 from benchmarks.memory_accuracy import memory_rows
+from benchmarks.nlp_steps import nlp_rows
 from benchmarks.overhead_accuracy import overhead_rows
 from benchmarks.pipelines import pipeline_rows
 from benchmarks.rows import ACCURACY, Row, record
@@ -167,7 +168,7 @@ def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:
 
 def main() -> None:
     """Measure what is at hand and write it down."""
-    rows = [*bundled_rows(), *kernel_rows(), *cpu_rows(), *intervention_rows(), *dlrm_rows()]
+    rows = [*bundled_rows(), *kernel_rows(), *cpu_rows(), *intervention_rows(), *dlrm_rows(), *nlp_rows()]
     rows += embedding_rows()
     if TRACES.is_dir():
         rows += trace_rows()

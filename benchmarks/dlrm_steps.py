@@ -237,7 +237,9 @@ def task_rows(ranks: int) -> Iterator[Row]:
     spread = float(truth["spread"].median())  # type: ignore[arg-type]
     name = "dlrm_steps/" + ("one process" if ranks == 1 else f"{ranks} ranks, gloo")
     base_ms = turns.filter(task=0)[clock].median() / 1e6  # type: ignore[operator]
-    note = f"{len(found) - 1} random tasks, {LAUNCHES} launches; {how}; base {base_ms:.1f} ms measured, "
+    note = (
+        f"{len(found) - 1} random tasks, {turns['launch'].n_unique()} launches; {how}; base {base_ms:.1f} ms measured, "
+    )
     note += f"{1e3 * found[0].step_s:.1f} ms predicted; mean {np.abs(ours.errors).mean():.1f} %, "
     note += f"signed {ours.errors.mean():+.1f} %; busiest stream {stream.geomean:.1f} %"
     target = "<= 6.0" if ranks == 1 else f"<= {spread:.1f}"
