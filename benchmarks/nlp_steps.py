@@ -133,7 +133,8 @@ def nlp_rows() -> Iterator[Row]:
             f"nlp_steps/{kind}, batch {batch}", abs(ours.errors[i]), "%", "FLOPs and bytes", abs(plain.errors[i]),
             truth["spread"][i], note=note,
         )  # fmt: skip
-    note = f"{len(TASKS) - 1} tasks, {measured()['launch'].n_unique()} launches; base {1e3 * whole_s[0]:.1f} ms measured, {1e3 * found[0, 0]:.1f} ms predicted; "
+    note = f"{len(TASKS) - 1} tasks, {measured()['launch'].n_unique()} launches; "
+    note += f"base {1e3 * whole_s[0]:.1f} ms measured, {1e3 * found[0, 0]:.1f} ms predicted; "
     note += f"mean {np.abs(ours.errors).mean():.1f} %, greatest {np.abs(ours.errors).max():.1f} %"
     yield Row(
         "nlp_steps/geometric mean", ours.geomean, "%", "FLOPs and bytes", plain.geomean,
