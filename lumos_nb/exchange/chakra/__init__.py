@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lumos_nb.exchange.chakra.obfuscation import Obfuscated as Obfuscated
     from lumos_nb.exchange.chakra.obfuscation import Policy as Policy
     from lumos_nb.exchange.chakra.obfuscation import obfuscate as obfuscate
+    from lumos_nb.exchange.chakra.synthesize import TraceModel as TraceModel
     from lumos_nb.exchange.chakra.tables import NODES as NODES
     from lumos_nb.exchange.chakra.tables import Nodes as Nodes
     from lumos_nb.exchange.chakra.validation import validate as validate
@@ -35,6 +36,7 @@ _MODULES = {
     "linking": ("Linked", "link"),
     "messages": ("message_class",),
     "obfuscation": ("Obfuscated", "Policy", "obfuscate"),
+    "synthesize": ("TraceModel",),
     "tables": ("NODES", "Nodes"),
     "validation": ("validate",),
 }
