@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lumos_nb import datasets
 from lumos_nb.errors import ChakraError, InputError
 from lumos_nb.exchange.chakra import alignment
 from lumos_nb.exchange.chakra.linking import Linked, link
@@ -154,6 +157,68 @@ def test_the_rank_must_be_told_where_there_are_several(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="one of the run's ranks, 0, 1"):
             link(et, run_of(*runs), rank=rank)
     assert link(et, run_of(*runs), rank=1).rank == 1
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_whatever_the_profile_lacks_equal_names_are_linked_or_an_error_says_why(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    trace = Trace()
+    for k in range(3):
+        record(
+            trace,
+            PROGRAM,
+            100 * k,
+            {"Record function id": data.draw(st.lists(st.integers(0, 9), min_size=8, max_size=8))},
+        )
+    kept = data.draw(st.lists(st.booleans(), min_size=len(trace.rows), max_size=len(trace.rows)))
+    trace.rows = [row for row, stays in zip(trace.rows, kept, strict=True) if stays]
+    for row in trace.rows:
+        row["start_ns"] += data.draw(st.sampled_from([0, 0, 0, 3000, -90_000]))
+    run = run_of(trace)
+    linked = None
+    with suppress(ChakraError):
+        linked = link(trace_of(tmp_path, PROGRAM), run)
+    if linked is None:  # too little is left to tell
+        assert run.events.filter(category="cpu_op").height < len(PROGRAM)
+        return
+    names = run.events.select("event_id", event="name")
+    pairs = linked.nodes.drop_nulls("event_id").join(names, on="event_id")
+    assert (pairs["name"] == pairs["event"]).all()
+    assert not pairs.select("event_id").is_duplicated().any()
+    assert not pairs.select("node_id", "iteration").is_duplicated().any()
+    assert len(linked.device) == run.events.filter(category="kernel").height
+
+
+@pytest.mark.parametrize(("name", "rank"), [("gpt-single-paired", 0), ("gpt-ddp-paired", 0), ("gpt-ddp-paired", 1)])
+def test_order_finds_what_ids_say(name: str, rank: int) -> None:
+    """The bundled pairs, whose ids link every node: without ids order links nearly all, and these alike."""
+    folder = datasets.path(name)
+    run = load_run(folder)
+    known = link(folder, run, rank=rank)
+    assert known.report.filter(what="nodes").select("rule", "share").rows() == [("record function", 1.0)]
+    no_ids = run.events.with_columns(args=pl.lit("{}"), external_id=pl.lit(None, pl.Int64))
+    found = link(folder, replace(run, events=no_ids), rank=rank)
+    both = known.nodes.select("node_id", "event_id").join(
+        found.nodes.select("node_id", "iteration", again="event_id"), on="node_id"
+    )
+    assert found.nodes["iteration"].n_unique() == 1
+    assert both["again"].count() > 0.999 * both["event_id"].count()
+    assert (both["again"] == both["event_id"]).mean() > 0.99
+
+
+def test_a_profile_of_other_steps_is_linked_step_by_step() -> None:
+    """gpt-ddp: an execution trace of one step, a profile of ten others, collectives that end on gloo's threads."""
+    folder = datasets.path("gpt-ddp")
+    run = load_run(folder)
+    for rank in (0, 1):
+        linked = link(folder, run, rank=rank)
+        assert linked.share("nodes") == 1
+        assert linked.unlinked.rows() == [("profile", "ProfilerStep", 10)]
+        gloo = linked.nodes.filter(name="gloo:all_reduce").join(run.events.filter(rank=rank), on="event_id")
+        assert len(gloo) == 20
+        assert set(gloo["name_right"]) == {"gloo:all_reduce"}
 
 
 @pytest.fixture(scope="module")
