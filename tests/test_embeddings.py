@@ -157,7 +157,10 @@ def test_new_rows_are_those_that_the_batch_before_did_not_touch(alpha: float | N
 def test_a_fit_finds_the_costs_that_made_the_times(lookups: pl.DataFrame) -> None:
     made = PhysicalLookup.fit(lookups, SHEET)
     assert made.calls == lookups["call"].n_unique()
+    assert made.errors is not None
     assert max(made.errors) < 0.03  # the noise is 2 %
+    assert "none left out" in repr(PhysicalLookup.fit(lookups, SHEET, folds=0))
+    assert "nothing measured" in repr(PhysicalLookup.of_sheet(SHEET))
     costs = dict(made.costs().select("cost", "forward_ns").iter_rows())
     assert costs["call"] == pytest.approx(20_000, rel=0.3)
     assert "240 calls; median error on tables that it had not seen 1." in repr(made)
@@ -195,6 +198,8 @@ def test_no_group_is_in_the_fit_that_prices_it(lookups: pl.DataFrame) -> None:
 def test_a_network_learns_and_is_saved_as_arrays(lookups: pl.DataFrame, tmp_path: Path) -> None:
     times = call_times(lookups)
     made = LookupNet.fit(lookups, seed=1)
+    sheet_alone = LookupNet.fit(lookups.filter(pl.col("call") < 60), base=PhysicalLookup.of_sheet(SHEET))
+    assert LookupNet.load(sheet_alone.save(tmp_path / "base.npz")).base == sheet_alone.base
     constant = np.exp(np.log(times).mean(axis=0))
     assert max(made.errors) < 0.7 * min(median_errors(np.broadcast_to(constant, times.shape), times))
     again = LookupNet.load(made.save(tmp_path / "net.npz"))
@@ -210,6 +215,7 @@ def test_a_network_on_the_physical_model_learns_what_that_misses(lookups: pl.Dat
     samples = lookups.with_columns(**times)
     base = PhysicalLookup.fit(samples, SHEET)
     made = LookupNet.fit(samples, base=base)
+    assert base.errors is not None
     assert max(made.errors) < 0.8 * max(base.errors)
     again = LookupNet.load(made.save(tmp_path / "net.npz"))
     assert again.base == base

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Features = Literal["neuroshard", "lin"]
 TABLE_WIDTHS, HEAD_WIDTH = (128, 32), 64
-LEARNING_RATE, WEIGHT_DECAY, MINIBATCH, EPOCHS, PATIENCE = 1e-3, 1e-4, 64, 600, 60
+WEIGHT_DECAY, MINIBATCH, EPOCHS, PATIENCE = 1e-4, 64, 600, 60
 FARTHEST = 3.0
 """Standard deviations from the mean residual at most: what a network says of sets beyond all that it has seen would be
 made up, and a search would find it."""
@@ -79,7 +79,8 @@ class LookupNet:
     calls
         It was trained on.
     errors
-        Median |predicted / measured - 1|, forward and backward, of the groups that decided when training stopped.
+        Median |predicted / measured - 1|, forward and backward, of the groups that decided when training stopped; where
+        `base` has seen them, they say little of others: `unseen_times` tells.
     """
 
     features: Features
@@ -118,12 +119,14 @@ class LookupNet:
         ------
         CalibrationError
             The samples are of fewer than three groups, or have times that are not positive.
+
+        Examples
+        --------
+        >>> LookupNet.fit(ln.datasets.load("lookup-samples"))      # doctest: +SKIP
         """
         samples = checked_samples(samples)
-        times, tables = (
-            call_times(samples),
-            per_table(samples, lambda frame, batch: features_of(frame, batch, features)),
-        )
+        times = call_times(samples)
+        tables = per_table(samples, lambda frame, batch: features_of(frame, batch, features))
         target = np.log(times) - (0.0 if base is None else np.log(predicted_times(base, samples)))
         call = samples["call"].rle_id().to_numpy().astype(np.int64)
         stop = _held_back(per_call(samples)["group"].to_numpy(), seed)
@@ -142,7 +145,7 @@ class LookupNet:
     def of_sums(self, sums: Floats) -> Floats:
         """Forward and backward microseconds from sums of parts: (m, k) -> (m, 2)."""
         width = TABLE_WIDTHS[-1]
-        x = evaluated(self.layers[4:], sums[:, :width])
+        x = evaluated(self.layers[4:], sums[:, :width].astype(np.float32)).astype(np.float64)
         if self.base is not None:
             x = np.clip(x, -FARTHEST, FARTHEST)
         learned: Floats = np.exp(x * self.scale + self.shift)
@@ -199,7 +202,8 @@ class LookupNet:
 
     def __repr__(self) -> str:
         what = "network" if self.base is None else "network on the physical model"
-        return f"<LookupNet, {what}, features of {self.features}: {described(self.calls, self.errors)}>"
+        fitted = described(self.calls, self.errors, "tables that it stopped by")
+        return f"<LookupNet, {what}, features of {self.features}: {fitted}>"
 
 
 _ARRAYS = ("features", "mean", "std", "shift", "scale", "calls", "errors")

@@ -112,7 +112,7 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Of a call, then of each of `parts_named`.
     calls, errors
         What it was fitted on (0: on nothing), and the median |predicted / measured - 1|, forward and backward, of
-        groups of tables that a fit had not seen.
+        groups of tables that a fit had not seen; None: none was left out.
 
     Examples
     --------
@@ -126,7 +126,7 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
     calls: int = 0
-    errors: tuple[float, float] = (float("nan"), float("nan"))
+    errors: tuple[float, float] | None = None
 
     @classmethod
     def of_sheet(cls, gpu: Gpu) -> PhysicalLookup:
@@ -251,11 +251,9 @@ def _costs(traffic: Floats, time_us: Floats) -> tuple[float, ...]:
     return tuple(float(cost) for cost in kept / scale)
 
 
-def described(calls: int, errors: tuple[float, float]) -> str:
+def described(calls: int, errors: tuple[float, float] | None, of: str = "tables that it had not seen") -> str:
     """What a model was fitted on and how far off it is, in words."""
-    if not calls:
-        return "by the data sheet, nothing measured"
+    if errors is None:
+        return f"{calls:,} calls, none left out to know the error" if calls else "by the data sheet, nothing measured"
     forward, backward = errors
-    return (
-        f"{calls:,} calls; median error on tables that it had not seen {forward:.1%} forward, {backward:.1%} backward"
-    )
+    return f"{calls:,} calls; median error on {of} {forward:.1%} forward, {backward:.1%} backward"
