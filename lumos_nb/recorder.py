@@ -369,8 +369,7 @@ def capture(
     executed
         Steps of the execution trace (2 to 3 times as long as unprofiled ones); 0 for none.
     paired
-        Record the execution trace in the traced steps instead, so that ids link the two (`ln.chakra.link`); the traced
-        steps are that much longer. `executed` then counts for nothing.
+        Record the execution trace in the traced steps instead, so that ids link the two (`ln.chakra.link`).
     device
         "cuda" or "cpu"; by default "cuda" where torch sees one.
     annotate
@@ -399,12 +398,8 @@ def capture(
     ...         train_step(batch)
     >>> run = ln.load_run("runs/x")                          # doctest: +SKIP
     """
-    counts = (("steps", steps, 1), ("warmup", warmup, 0), ("timed", timed, 0), ("executed", executed, 0))
-    for name, value, least in counts:
-        if type(value) is not int or value < least:
-            raise CaptureError(f"capture got {name}={value!r}; give a whole number, {least} or more.")
-    given = _json_values(arguments)
-    device = _seen_device(device)
+    _check_counts(steps=(steps, 1), warmup=(warmup, 0), timed=(timed, 0), executed=(executed, 0))
+    given, device = _json_values(arguments), _seen_device(device)
     path, rank = Path(folder), world()[0]
     et = path / f"rank-{rank}.et.json.gz"
     phases: list[Phase] = [
@@ -415,6 +410,12 @@ def capture(
     ]
     own = {"annotate": annotate, "record_shapes": record_shapes, "paired": paired}
     return Recorder(path, phases, device, {**own, **given})
+
+
+def _check_counts(**counts: tuple[object, int]) -> None:
+    for name, (value, least) in counts.items():
+        if type(value) is not int or value < least:
+            raise CaptureError(f"capture got {name}={value!r}; give a whole number, {least} or more.")
 
 
 def _seen_device(device: str | None) -> str:
