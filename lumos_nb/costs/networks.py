@@ -30,7 +30,7 @@ def layer_shapes(widths: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def evaluated(layers: Sequence[Floats], x: Floats) -> Floats:
-    """Outputs for rows of inputs, with rectified layers between.
+    """Outputs for rows of inputs, in their precision, with rectified layers between.
 
     Examples
     --------
@@ -39,7 +39,9 @@ def evaluated(layers: Sequence[Floats], x: Floats) -> Floats:
     [[5.0], [1.0]]
     """
     for number in range(0, len(layers), 2):
-        x = x @ layers[number].T + layers[number + 1]
+        weight, bias = (layer.astype(x.dtype, copy=False) for layer in layers[number : number + 2])
+        x = x @ weight.T
+        x += bias
         if number + 2 < len(layers):
             np.maximum(x, 0.0, out=x)
     return x

@@ -29,6 +29,8 @@ from lumos_nb.workloads.dlrm.refining import refined
 from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts
 
 SPLITS = ("column_wise", *SPREAD)
+STALE = 3
+"""Rounds that find nothing better, after which no more are tried."""
 ROOM = 0.8
 """Share of a GPU's memory that embedding tables may take by default, as in Lin et al. (TPDS 2024)."""
 
@@ -162,7 +164,7 @@ class _Search:
         The best state with spread tables goes along beside the beam: it is seldom the best until more is split.
         """
         states = self.priced([self.start()])
-        seen, best = {state.key for state in states}, states
+        seen, best, stale = {state.key for state in states}, states, 0
         for _ in range(rounds):
             children = {child.key: child for state in states for child in self.children(state)}
             found = sorted(self.priced([child for key, child in children.items() if key not in seen]), key=_rank)
@@ -170,7 +172,10 @@ class _Search:
                 break
             seen |= children.keys()
             states = [*_first(beam, found, spread=False), *_first(1, found, spread=True)]
+            stale = 0 if _rank(states[0]) < _rank(best[0]) or _rank(states[-1]) < _rank(best[0]) else stale + 1
             best = sorted([*best, *states], key=_rank)[:beam]
+            if stale == STALE:
+                break
         return best
 
     def start(self) -> State:
