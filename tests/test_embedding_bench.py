@@ -21,6 +21,7 @@ from lumos_nb.costs.embedding_bench import (
     Bag,
     drawn_samples,
     drawn_table,
+    fbgemm_calls,
     measure_lookups,
     measure_zipf,
     public_reuse,
@@ -114,6 +115,21 @@ def test_calls_look_up_and_step_as_a_bag_does(monkeypatch: pytest.MonkeyPatch) -
     moved = before - buffer.detach()
     assert moved[:24].view(6, 4)[:, 0].tolist() == [1, 2, 0, 0, 0, 1]
     assert moved[24:].view(3, 2)[:, 1].tolist() == [0, 0, 2]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # FBGEMM's own, as it is imported
+def test_fbgemm_looks_up_and_steps_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("fbgemm_gpu", reason="no FBGEMM: pip install --no-deps fbgemm-gpu-cpu==1.8.0 for torch 2.13")
+    monkeypatch.setattr(embedding_bench, "LEARNING_RATE", 0.5)
+    bags = [Bag("a", 6, 4, 2.0, True, "", np.zeros(1, np.int32)), Bag("b", 3, 8, 1.0, True, "", np.zeros(1, np.int32))]
+    batches = [[(np.array([0, 1, 1, 5]), np.array([0, 2])), (np.array([2, 2]), np.array([0, 1]))]] * 2
+    forward, backward = fbgemm_calls(bags, batches, torch.zeros(1))
+    before = forward()
+    backward()
+    backward()
+    moved = before - forward()  # rows 0 and 5 of the first table are in one sample, its row 1 and the other's 2 in both
+    assert moved.tolist() == [pytest.approx([3.0] * 4 + [2.0] * 8, abs=1e-5)] * 2
 
 
 def test_a_frame_of_samples_fits_the_models_and_says_what_it_is(recorded: Path) -> None:

@@ -216,9 +216,11 @@ def fbgemm_calls(bags: Sequence[Bag], batches: list[list[tuple[Indices, Indices]
     import torch
 
     ops = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-    where = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common").EmbeddingLocation.DEVICE
+    location = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common").EmbeddingLocation
     step = importlib.import_module("fbgemm_gpu.split_embedding_configs").EmbOptimType.EXACT_SGD
-    kept = [(bag.rows, bag.dim, where, ops.ComputeDevice.CUDA) for bag in bags]
+    device = ops.ComputeDevice
+    where = (location.DEVICE, device.CUDA) if buffer.is_cuda else (location.HOST, device.CPU)
+    kept = [(bag.rows, bag.dim, *where) for bag in bags]
     lookups = ops.SplitTableBatchedEmbeddingBagsCodegen(kept, optimizer=step, learning_rate=LEARNING_RATE)
     ready = []
     for batch in batches:
