@@ -56,6 +56,7 @@ CONVERT = """
 examples:
   lumos-nb chakra convert runs/gpt out                        out/chakra.<rank>.et and out/chakra.groups.json
   lumos-nb chakra convert runs/gpt out --target astra-sim     refuses what that simulator would get wrong
+  lumos-nb chakra convert rank-0.json.gz out --execution-trace rank-0.et.json.gz
 """
 VALIDATE = """
 examples:
@@ -179,6 +180,7 @@ def _add_chakra_verbs(verb: Callable[..., argparse.ArgumentParser]) -> None:
     convert.add_argument("run", metavar="RUN", help="a folder of traces, one file a rank, or one file")
     convert.add_argument("out", metavar="DIR", type=Path)
     convert.add_argument("--step", type=int, metavar="N", help="as the profiler counts; else the one of median length")
+    convert.add_argument("--execution-trace", metavar="ET", help="the call tree of this, with the times of the run")
     validate = verb("validate", _validate, "what is wrong with a job's Chakra files", VALIDATE)
     validate.add_argument("path", metavar="PATH", help="a folder of files, one a rank, or one file")
     for one in (convert, validate):
@@ -286,10 +288,15 @@ def _link(arguments: argparse.Namespace) -> str:
 def _convert(arguments: argparse.Namespace) -> str:
     with _progress() as say:
         run = _load(arguments.run, arguments.jobs, say)
-        say("building the graph")
-        graph = ln.build_graph(run, arguments.step)
-        say("writing")
-        written = chakra.write(graph, arguments.out, target=arguments.target)
+        if arguments.execution_trace:
+            say(f"linking {arguments.execution_trace}")
+            linked = chakra.link(arguments.execution_trace, run)
+            written = chakra.write_ranks([(linked.rank, chakra.from_linked(linked))], arguments.out, "chakra", {})
+        else:
+            say("building the graph")
+            graph = ln.build_graph(run, arguments.step)
+            say("writing")
+            written = chakra.write(graph, arguments.out, target=arguments.target)
     return _json({"written": [str(path) for path in written]}) if arguments.json else _names(arguments.out, written)
 
 

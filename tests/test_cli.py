@@ -186,6 +186,14 @@ def test_a_run_becomes_chakra_files_that_are_checked_obfuscated_printed_and_view
     assert {"gloo:all_reduce", "thread_name"} <= names
 
 
+def test_an_execution_trace_is_converted_with_its_profile(tmp_path, capfd):
+    folder = ln.datasets.path("gpt-single-paired")
+    printed(capfd, "chakra", "convert", folder, tmp_path / "out", "--execution-trace", folder)
+    nodes = ln.chakra.read_file(tmp_path / "out/chakra.0.et").table
+    assert nodes["ctrl_deps"].list.len().sum() > 5000
+    assert nodes.filter(name="gap").height > 0
+
+
 def test_findings_of_a_check_are_exit_code_1(tmp_path, capfd):
     nodes = ln.chakra.Nodes.of(pl.DataFrame({"id": [1, 1], "dur_us": [5, 5]}))
     ln.chakra.write_file(nodes, tmp_path / "a.0.et")

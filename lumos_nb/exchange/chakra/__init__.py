@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lumos_nb.exchange.chakra.call_tree import from_linked as from_linked
     from lumos_nb.exchange.chakra.conversion import write as write
     from lumos_nb.exchange.chakra.files import rank_files as rank_files
     from lumos_nb.exchange.chakra.files import read_file as read_file
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lumos_nb.exchange.chakra.validation import validate as validate
 
 _MODULES = {
+    "call_tree": ("from_linked",),
     "conversion": ("write",),
     "from_nodes": ("to_graph",),
     "files": ("rank_files", "read_file", "read_groups", "stream_file", "write_file", "write_ranks"),
