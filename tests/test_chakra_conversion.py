@@ -91,6 +91,19 @@ def test_estimates_are_written_for_every_rank_and_pass(tmp_path, ranks):
     assert abs(now.makespan_ns - found.result.makespan_ns) <= 5000
 
 
+def test_sizes_of_gathers_are_what_a_rank_gives(tmp_path):
+    """As ASTRA-sim and the reference converter count; ours are what it gets, as nccl-tests count."""
+    found = ln.estimate(MODEL, LAYOUTS[8], TRAIN, cluster(8))
+    ln.chakra.write(found, tmp_path)
+    nodes = ln.chakra.read_file(tmp_path / "chakra.5.et").table
+    for number, kind, share in ((2, "all_gather", 8), (7, "reduce_scatter", 1)):
+        was = found.graph.ops.filter(collective=kind)["comm_bytes"]
+        assert len(was) > 8
+        assert nodes.filter(comm_type=number)["comm_size"].to_list() == [-(-size // share) for size in was]
+    again = ln.chakra.to_graph(tmp_path).ops.filter(kind="comm", rank=5)
+    assert (again["comm_bytes"] / found.graph.ops.filter(kind="comm")["comm_bytes"]).max() == pytest.approx(1, abs=1e-6)
+
+
 def test_peers_of_an_estimate_are_the_ranks_of_the_next_stage(tmp_path):
     ln.chakra.write(ln.estimate(MODEL, LAYOUTS[16], TRAIN, cluster(16)), tmp_path)
     for rank in (0, 3, 14):

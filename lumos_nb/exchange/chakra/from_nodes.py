@@ -15,7 +15,7 @@ import polars as pl
 from lumos_nb.errors import ChakraError
 from lumos_nb.exchange.chakra.messages import COLLECTIVES
 from lumos_nb.exchange.chakra.ranks import MESSAGE_TYPES, Job
-from lumos_nb.exchange.chakra.to_nodes import LAG
+from lumos_nb.exchange.chakra.to_nodes import GATHERS, LAG
 from lumos_nb.graph import Graph
 from lumos_nb.repairs import REPORT
 from lumos_nb.schema import EDGES, OPS
@@ -80,6 +80,10 @@ def _ops(job: Job) -> pl.DataFrame:
         ours=pl.col("kind").is_not_null(), lane=pl.coalesce("lane", lane), kind=pl.coalesce("kind", kind)
     )
     sizes = {name: len(ranks) for name, ranks in job.groups.items()}
+    size = pl.col("pg_name").replace_strict(
+        sizes, default=len(job.files) if job.several else None, return_dtype=pl.Int32
+    )
+    gathers = collective.str.to_lowercase().is_in(GATHERS)
     return nodes.select(
         "row", "rank", "lane", "kind", "name", "phase", "layer", "parent", "micro_batch", "ours", "stream",
         "rendezvous", comm_seq=pl.lit(None, pl.Int64), place=pl.int_range(pl.len()).cast(pl.Float64),
@@ -91,8 +95,8 @@ def _ops(job: Job) -> pl.DataFrame:
         bytes=pl.col("tensor_size").cast(pl.Float64),
         collective=pl.when(pl.col("kind") == "comm").then(pl.coalesce(message, collective.str.to_lowercase())),
         group="pg_name",
-        group_size=pl.col("pg_name").replace_strict(sizes, default=None, return_dtype=pl.Int32),
-        comm_bytes="comm_size",
+        group_size=size,
+        comm_bytes=pl.col("comm_size") * pl.when(gathers).then(size).otherwise(1).fill_null(1),
         peer=pl.when(message == "send").then("comm_dst").when(message == "recv").then("comm_src"),
     )  # fmt: skip
 

@@ -18,6 +18,9 @@ from lumos_nb.graph import Graph
 LAG = "lag"
 NORM_BYTES = 4
 """What ranks exchange in a collective that no record names: the norm of the gradients."""
+GATHERS = ("all_gather", "gather")
+"""Collectives whose result is larger than what a rank gives: our size is the larger, as nccl-tests count, Chakra's what
+goes in."""
 AS_COLLECTIVE = {"hidden": "ALL_REDUCE", "send_recv": "ALL_TO_ALL"}
 """A batch of messages joins its ranks as an all-to-all does."""
 
@@ -216,6 +219,8 @@ def _described(nodes: pl.DataFrame) -> pl.DataFrame:
     alike = pl.format("{} {} of {}", pl.col("group").fill_null("any"), "collective", who)
     named = pl.col("group").is_not_null() & (pl.col("collective") != "send_recv")
     known = pl.when(pl.col("collective") == "hidden").then(NORM_BYTES).otherwise("comm_bytes")
+    of = pl.when(pl.col("collective").is_in(GATHERS)).then(pl.coalesce("group_size", pl.col("members").list.len()))
+    given = (known / of.fill_null(1).cast(pl.Int64)).ceil()
     is_send, is_recv = comm & (pl.col("collective") == "send"), comm & (pl.col("collective") == "recv")
     on_lane = pl.col("lane").str.extract(r":(-?\d+)$").cast(pl.Int64, strict=False)
     return nodes.select(
@@ -230,7 +235,7 @@ def _described(nodes: pl.DataFrame) -> pl.DataFrame:
         num_ops=pl.when(~comm).then(pl.col("flops").round().cast(pl.Int64, strict=False)),
         tensor_size=pl.when(~comm).then(pl.col("bytes").round().cast(pl.Int64, strict=False)),
         comm_type=pl.when(comm & ~is_message).then(number),
-        comm_size=pl.when(comm).then(known.cast(pl.Int64)),
+        comm_size=pl.when(comm).then(given.cast(pl.Int64)),
         comm_src=pl.when(is_send).then("rank").when(is_recv).then("other").cast(pl.Int64),
         comm_dst=pl.when(is_recv).then("rank").when(is_send).then("other").cast(pl.Int64),
         comm_tag=pl.when(is_message).then("tag"),
