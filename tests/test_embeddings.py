@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from pathlib import Path
 
@@ -154,7 +155,7 @@ def test_new_rows_are_those_that_the_batch_before_did_not_touch(alpha: float | N
     assert new_rows(distinct, np.array([float(rows)])) == pytest.approx(found, rel=0.06)
 
 
-def test_a_fit_finds_the_costs_that_made_the_times(lookups: pl.DataFrame) -> None:
+def test_a_fit_finds_the_costs_that_made_the_times(lookups: pl.DataFrame, tmp_path: Path) -> None:
     made = PhysicalLookup.fit(lookups, SHEET)
     assert made.calls == lookups["call"].n_unique()
     assert made.errors is not None
@@ -165,7 +166,23 @@ def test_a_fit_finds_the_costs_that_made_the_times(lookups: pl.DataFrame) -> Non
     assert costs["call"] == pytest.approx(20_000, rel=0.3)
     assert "240 calls; median error on tables that it had not seen 1." in repr(made)
     assert "forward" in made._repr_html_()
-    assert msgspec.json.decode(msgspec.json.encode(made), type=PhysicalLookup) == made
+    assert PhysicalLookup.load(made.save(tmp_path / "made.json")) == made
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "no JSON", "negative", "short"], ids=["nothing", "text", "a negative cost", "a cost too few"]
+)
+def test_files_that_hold_no_model_are_refused(text: str, tmp_path: Path) -> None:
+    file = A100.save(tmp_path / "model.json")
+    good = json.loads(file.read_text())
+    costs = {"negative": [-1.0] * len(good["forward_us"]), "short": good["forward_us"][1:]}
+    file.write_text(json.dumps(good | {"forward_us": costs[text]}) if text in costs else text)
+    with pytest.raises(CalibrationError, match=r"model\.json"):
+        PhysicalLookup.load(file)
+    with pytest.raises(CalibrationError, match=r"missing\.json"):
+        PhysicalLookup.load(tmp_path / "missing.json")
+    with pytest.raises(InputError, match="cannot be written"):
+        A100.save(tmp_path / "no folder" / "model.json")
 
 
 def test_samples_that_cannot_be_are_refused(lookups: pl.DataFrame) -> None:

@@ -11,6 +11,7 @@ Recommendation Model Training on GPUs" (HiPC 2022), whose hit rate for uniform i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -23,7 +24,7 @@ from lumos_nb.costs.embedding_reuse import in_units, misses, new_rows, reuse
 from lumos_nb.costs.embedding_samples import call_sums, call_times, checked_samples, median_errors, unseen_times
 from lumos_nb.display import html_table, text_table
 from lumos_nb.embedding_tables import Floats, complete_tables
-from lumos_nb.errors import CalibrationError, LayoutError
+from lumos_nb.errors import CalibrationError, InputError, LayoutError
 from lumos_nb.number_formats import ELEMENT_BYTES
 
 
@@ -127,6 +128,42 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     backward_us: tuple[float, ...]
     calls: int = 0
     errors: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no fit gives: they would price silently wrong."""
+        wanted = 1 + len(parts_named(self.caches))
+        for costs in (self.forward_us, self.backward_us):
+            if len(costs) != wanted or not all(0 <= cost < np.inf for cost in costs):
+                raise CalibrationError(f"lookups on {self.name}: {costs} are not {wanted} costs from 0 on; fit again.")
+
+    def save(self, path: str | Path) -> Path:
+        """Write the model as JSON; `PhysicalLookup.load` reads it.
+
+        Raises
+        ------
+        InputError
+            The file cannot be written.
+        """
+        file = Path(path)
+        try:
+            file.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
+        except OSError as error:
+            raise InputError(f"{file}: cannot be written: {error.strerror}.") from error
+        return file
+
+    @classmethod
+    def load(cls, path: str | Path) -> PhysicalLookup:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        CalibrationError
+            The file is missing, or is no such model.
+        """
+        try:
+            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError, CalibrationError) as error:
+            raise CalibrationError(f"{path}: no model of lookups that can be read ({error}); fit it again.") from error
 
     @classmethod
     def of_sheet(cls, gpu: Gpu) -> PhysicalLookup:
