@@ -17,6 +17,7 @@ from lumos_nb.config import find_gpu
 from lumos_nb.cost_charts import (
     BASIS_COLOURS,
     CLASS_COLOURS,
+    device_loads,
     error_spread,
     heat_map,
     interval_check,
@@ -127,6 +128,29 @@ def test_a_sweep_with_an_interval_is_shaded():
     assert marks(sweeps(frame, x="size_bytes", panel="panel", titles=TITLES).to_dict())["area"] == 2
 
 
+DEVICES = pl.DataFrame(
+    {
+        "device": [0, 1, 2],
+        "bytes": [10**9, 2 * 10**9, 0],
+        "memory_bytes": 4e9,
+        "forward_us": [100.0, 300.0, 0.0],
+        "backward_us": [200.0, 600.0, 0.0],
+        "forward_exchange_us": [650.0, 50.0, 950.0],
+        "backward_exchange_us": 50.0,
+    }
+)
+
+
+def test_devices_have_a_bar_a_part_that_ends_at_their_time_and_one_of_memory_below_its_limit():
+    spec = device_loads(DEVICES, title="a plan").to_dict()
+    assert marks(spec) == {"rect": 4 * 3 + 3 + 3}  # a tick is a narrow rect
+    times = spec["datasets"][spec["vconcat"][0]["data"]["name"]]
+    assert sum(row["ms"] for row in times if row["device"] == 1) == pytest.approx(1.0)
+    assert spec["vconcat"][1]["layer"][0]["encoding"]["x"]["title"] == "memory (GB)"
+    with pytest.raises(SchemaError, match="forward_us"):
+        device_loads(DEVICES.drop("forward_us"))
+
+
 def test_a_learning_curve_has_a_point_for_every_fit():
     spec = learning_curve(CURVE).to_dict()
     assert marks(spec)["symbol"] == len(CURVE)
@@ -178,12 +202,13 @@ def test_intervals_are_points_beside_the_share_that_is_wanted():
         ),
         pytest.param(lambda frame: error_spread(frame, by="op"), ERRORS, id="error spread"),
         pytest.param(interval_check, SCORES, id="interval check"),
+        pytest.param(device_loads, DEVICES, id="devices"),
     ],
 )
 def test_no_rows_or_a_missing_column_is_an_error_that_says_so(draw, frame):
     with pytest.raises(LumosError, match="nothing to draw"):
         draw(frame.clear())
-    needed = {"time_us", "panel", "series", "cell", "op", "coverage"} & set(frame.columns)
+    needed = {"time_us", "panel", "series", "cell", "op", "coverage", "memory_bytes"} & set(frame.columns)
     with pytest.raises(SchemaError, match=f"lacks column.* {sorted(needed)[0]}"):
         draw(frame.drop(sorted(needed)[0]))
 
