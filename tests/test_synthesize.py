@@ -8,7 +8,7 @@ import pytest
 
 import lumos_nb as ln
 from lumos_nb.errors import GraphError, InputError
-from lumos_nb.exchange.chakra import TraceModel, validate, write
+from lumos_nb.exchange.chakra import TraceModel, fidelity, validate, write
 from lumos_nb.exchange.chakra.ngrams import END, NGrams
 from lumos_nb.exchange.chakra.sequence_net import SequenceNet
 from lumos_nb.exchange.chakra.word_draws import SEEN, Durations
@@ -182,3 +182,27 @@ def test_nothing_is_learned_from_nothing(corpus):
         TraceModel.fit([3], epochs=0)  # type: ignore[list-item]
     with pytest.raises(InputError, match="no sequence"):
         TraceModel.fit({"a": []}, epochs=0)
+
+
+def test_fidelity_tells_a_copy_a_half_and_a_twice_as_slow_step(corpus):
+    steps = corpus["gpt-pp"]
+    copies = dict(fidelity(steps, steps).select("measure", "value").iter_rows())
+    assert copies["nearest step"] == 0
+    assert copies["makespan"] == 1
+    assert all(copies[f"{n}-grams"] == pytest.approx(0, abs=1e-12) for n in (1, 2, 3))
+    assert copies["duration of compute"] == 0
+    slow = [ln.whatif.scale(step, pl.lit(True), 2.0) for step in steps]
+    twice = dict(fidelity(steps, slow).select("measure", "value").iter_rows())
+    assert twice["nearest step"] > 0.3  # log 2 apart from itself, less from a slower step
+    assert 1.5 < twice["makespan"] < 2.5
+    assert twice["duration of compute"] > 0.2
+    assert twice["size of messages"] == 0
+    assert twice["3-grams"] == pytest.approx(0, abs=1e-3)
+
+
+def test_generated_steps_are_as_far_from_real_ones_as_these_from_each_other(model, corpus):
+    table = fidelity(corpus["gpt-ddp"], [model.sample(seed=seed, like="gpt-ddp") for seed in (1, 2)])
+    value, among = table.filter(measure="nearest step").select("value", "among_real").row(0)
+    assert 0.7 * among < value < 3 * among
+    with pytest.raises(InputError, match="1 real and 0 generated"):
+        fidelity(corpus["gpt-ddp"][:1], [])

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from lumos_nb.exchange.chakra.files import write_file as write_file
     from lumos_nb.exchange.chakra.files import write_ranks as write_ranks
     from lumos_nb.exchange.chakra.from_nodes import to_graph as to_graph
+    from lumos_nb.exchange.chakra.likeness import fidelity as fidelity
     from lumos_nb.exchange.chakra.linking import Linked as Linked
     from lumos_nb.exchange.chakra.linking import link as link
     from lumos_nb.exchange.chakra.messages import message_class as message_class
     from lumos_nb.exchange.chakra.obfuscation import Obfuscated as Obfuscated
     from lumos_nb.exchange.chakra.obfuscation import Policy as Policy
     from lumos_nb.exchange.chakra.obfuscation import obfuscate as obfuscate
+    from lumos_nb.exchange.chakra.patterns import pattern as pattern
     from lumos_nb.exchange.chakra.synthesize import TraceModel as TraceModel
     from lumos_nb.exchange.chakra.tables import NODES as NODES
     from lumos_nb.exchange.chakra.tables import Nodes as Nodes
@@ -35,9 +37,11 @@ _MODULES = {
     "conversion": ("write",),
     "from_nodes": ("to_graph",),
     "files": ("rank_files", "read_file", "read_groups", "stream_file", "write_file", "write_ranks"),
+    "likeness": ("fidelity",),
     "linking": ("Linked", "link"),
     "messages": ("message_class",),
     "obfuscation": ("Obfuscated", "Policy", "obfuscate"),
+    "patterns": ("pattern",),
     "synthesize": ("TraceModel",),
     "tables": ("NODES", "Nodes"),
     "validation": ("validate",),

@@ -32,8 +32,8 @@ class Part(NamedTuple):
 
 
 @dataclass
-class _Build:
-    """Rows and edges so far."""
+class Build:
+    """Rows and edges of a graph so far: edges as in `schema.EDGES`, between rows."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     edges: list[tuple[Any, ...]] = field(default_factory=list)
@@ -42,6 +42,7 @@ class _Build:
     unlinked: int = 0
 
     def add(self, **columns: Any) -> int:
+        """Add an op with these columns of `schema.OPS`; returns its row."""
         self.rows.append(columns)
         return len(self.rows) - 1
 
@@ -60,17 +61,17 @@ def assembled(
     GraphError
         Ranks take part in a meeting a different number of times.
     """
-    build = _Build()
+    build = Build()
     groups = {ranks: str(i) for i, ranks in enumerate(sorted({m.ranks for m in meetings if m.collective != MESSAGE}))}
     for rank, part in parts.items():
         _add_rank(build, rank, part, vocabulary, meetings, groups, links, rng)
     for (meeting, nth), arrivals in sorted(build.arrived.items()):
-        _join(build, meetings[meeting], groups, arrivals, build.moved.get((meeting, nth), []))
-    return _finished(build)
+        join_ranks(build, meetings[meeting], groups, arrivals, build.moved.get((meeting, nth), []))
+    return finished(build)
 
 
 def _add_rank(
-    build: _Build,
+    build: Build,
     rank: int,
     part: Part,
     vocabulary: Sequence[Word],
@@ -88,7 +89,7 @@ def _add_rank(
         word, comm = vocabulary[number], {}
         if part.meetings[at] >= 0:
             meeting, moves = meetings[part.meetings[at]], word.kind != "event"
-            comm = _communication(meeting, rank, groups)
+            comm = communication(meeting, rank, groups)
             key = (comm["collective"], comm["group"], comm["peer"], moves)
             comm["comm_seq"] = sequence[str(key), moves]
             sequence[str(key), moves] += 1
@@ -130,7 +131,8 @@ class _Counts(Mapping[tuple[str, str], int]):
         return len(self._rows)
 
 
-def _communication(meeting: Meeting, rank: int, groups: Mapping[tuple[int, ...], str]) -> dict[str, Any]:
+def communication(meeting: Meeting, rank: int, groups: Mapping[tuple[int, ...], str]) -> dict[str, Any]:
+    """Columns that say what a rank communicates in a meeting."""
     message = meeting.collective == MESSAGE
     return {
         "collective": meeting.kind(rank).split("/")[0],
@@ -151,16 +153,17 @@ def _lane(word: Word, comm: Mapping[str, Any]) -> str:
     return f"cpu:{word.lane.removeprefix('host')}"
 
 
-def _join(
-    build: _Build, meeting: Meeting, groups: Mapping[tuple[int, ...], str], arrivals: list[int], moved: list[int]
+def join_ranks(
+    build: Build, meeting: Meeting, groups: Mapping[tuple[int, ...], str], arrivals: list[int], moved: list[int]
 ) -> None:
+    """Add the join of one meeting: edges from every arrival to it, and from it to every transfer."""
     if {build.rows[row]["rank"] for row in arrivals} != set(meeting.ranks):
         here = sorted({build.rows[row]["rank"] for row in arrivals})
         raise GraphError(
             f"the {meeting.collective} of ranks {[*meeting.ranks]} is made by {here} only: their sentences repeat it a "
             "different number of times; ask for layers=1.0, or a run whose ranks hold the same layers."
         )
-    first, comm = build.rows[arrivals[0]], _communication(meeting, meeting.ranks[0], groups)
+    first, comm = build.rows[arrivals[0]], communication(meeting, meeting.ranks[0], groups)
     join = build.add(
         rank=meeting.ranks[0], step=STEP, lane="net", kind="join",
         name=f"{comm['collective']} of {len(meeting.ranks)} ranks",
@@ -170,7 +173,8 @@ def _join(
     build.edges += [(join, row, 0, False, "collective", "exact", True) for row in moved]
 
 
-def _finished(build: _Build) -> Graph:
+def finished(build: Build) -> Graph:
+    """The graph, its rows in a topological order, each starting as soon as its edges let it."""
     n = len(build.rows)
     ops = pl.DataFrame(build.rows, schema_overrides=dict(OPS.columns), infer_schema_length=None)
     missing = [pl.lit(None, dtype).alias(c) for c, dtype in OPS.columns.items() if c not in ops.columns]

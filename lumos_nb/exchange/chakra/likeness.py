@@ -1,0 +1,180 @@
+"""How like generated steps are to real ones, and whether they are copies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from scipy.stats import ks_2samp
+
+from lumos_nb.critical_path import Result, replay
+from lumos_nb.errors import InputError
+from lumos_nb.graph import Graph
+from lumos_nb.partition import breakdown
+from lumos_nb.schema import require
+
+Floats = NDArray[np.float64]
+Grams = Counter[tuple[str, ...]]
+
+FIDELITY = {
+    "measure": pl.String(),
+    "value": pl.Float64(),
+    "p_value": pl.Float64(),  # of two-sample tests
+    "among_real": pl.Float64(),  # the same between every second real step and the others
+}
+"""Columns of `fidelity`."""
+
+KINDS = {"compute": ("cpu", "kernel", "memcpy", "memset"), "gaps of threads": ("gap",), "transfers": ("comm",)}
+
+
+def fidelity(real: Sequence[Graph], generated: Sequence[Graph]) -> pl.DataFrame:
+    """Compare two sets of steps.
+
+    Parameters
+    ----------
+    real
+        Steps of one run, at least four.
+    generated
+        Steps that are to be like these.
+
+    Returns
+    -------
+    frame
+        Columns of `FIDELITY`, a row a measure:
+
+        - `duration of ...`, `size of messages`, `idle time`: the statistic of Kolmogorov and Smirnov, 0 (equal) to 1;
+          idle time is that between two ops of a lane when the step is replayed;
+        - `1-grams` to `3-grams`: Jensen-Shannon divergence in bits of how often one to three ops follow each other on a
+          lane, 0 (equal) to 1 (nothing in common);
+        - `makespan`: median replayed step over that of the real ones; `breakdown`: by what share of the step its parts
+          differ, rank by rank;
+        - `nearest step`: mean difference of the logarithms of the durations of equal ops to the most similar real step,
+          0 for a copy. Beside it that of each real step to the most similar other one.
+
+    Raises
+    ------
+    InputError
+        There are fewer than four real steps or no generated one, or they are no graphs.
+
+    Examples
+    --------
+    >>> fidelity(steps, [model.sample(seed=seed) for seed in range(4)])     # doctest: +SKIP
+    """
+    if len(real) < 4 or not generated:
+        raise InputError(f"{len(real)} real and {len(generated)} generated steps; give at least four and one.")
+    for graph in [*real, *generated]:
+        require(graph, "edges")
+    originals, drawn = ([_Replayed(graph) for graph in graphs] for graphs in (real, generated))
+    rows = [
+        (name, *measure(originals, drawn), measure(originals[::2], originals[1::2])[0]) for name, measure in _measures()
+    ]
+    among = [_nearest(step, [*originals[:i], *originals[i + 1 :]]) for i, step in enumerate(originals)]
+    nearest = [_nearest(step, originals) for step in drawn]
+    rows.append(("nearest step", float(np.mean(nearest)), None, float(np.mean(among))))
+    return pl.DataFrame(rows, schema=FIDELITY, orient="row")
+
+
+class _Replayed:
+    """A step with what is compared of it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.result: Result = replay(graph)
+        ops = self.result.ops.with_columns(graph.ops["dur_ns"], name=pl.col("name").str.replace(r" \w+=.*$", ""))
+        self.ops = ops.filter(~pl.col("kind").is_in(["join", "boundary"])).sort("rank", "start_ns", maintain_order=True)
+        nth = pl.int_range(pl.len()).over("rank", "kind", "name")
+        self.profile = self.ops.filter(pl.col("dur_ns") > 0).select(
+            "rank", "kind", "name", log_ns=pl.col("dur_ns").log(), nth=nth
+        )
+
+    def durations(self, kinds: Sequence[str]) -> Floats:
+        return self.ops.filter(pl.col("kind").is_in(kinds))["dur_ns"].to_numpy().astype(np.float64)
+
+    def sizes(self) -> Floats:
+        return self.ops.filter(kind="comm")["comm_bytes"].drop_nulls().to_numpy().astype(np.float64)
+
+    def idle(self) -> Floats:
+        end_ns = pl.col("start_ns") + pl.col("dur_ns")
+        idle_ns = (pl.col("start_ns") - end_ns.shift(1)).over("rank", "lane")
+        return self.ops.select(idle_ns.alias("idle")).drop_nulls()["idle"].to_numpy().astype(np.float64)
+
+    def grams(self, n: int) -> Grams:
+        grams: Grams = Counter()
+        for _, lane in self.ops.group_by("rank", "lane"):
+            words = [f"{kind} {name}" for kind, name in lane.select("kind", "name").iter_rows()]
+            grams.update(zip(*(words[i:] for i in range(n)), strict=False))
+        return grams
+
+    def shares(self) -> dict[tuple[int, str], float]:
+        table = breakdown(self.result).with_columns(pl.col("share").fill_null(0.0))
+        return {(rank, part): share for rank, part, share in table.select("rank", "part", "share").iter_rows()}
+
+
+Steps = Sequence[_Replayed]
+Measure = Callable[[Steps, Steps], tuple[float, float | None]]
+
+
+def _measures() -> Iterator[tuple[str, Measure]]:
+    for name, kinds in KINDS.items():
+        yield f"duration of {name}", _two_sample(partial(_Replayed.durations, kinds=kinds))
+    yield "size of messages", _two_sample(_Replayed.sizes)
+    yield "idle time", _two_sample(_Replayed.idle)
+    for n in (1, 2, 3):
+        yield f"{n}-grams", _divergence(n)
+    yield "makespan", _makespan
+    yield "breakdown", _breakdown
+
+
+def _two_sample(values: Callable[[_Replayed], Floats]) -> Measure:
+    def measure(a: Steps, b: Steps) -> tuple[float, float | None]:
+        ours, theirs = (np.concatenate([values(step) for step in steps]) for steps in (a, b))
+        if not len(ours) or not len(theirs):
+            return float(len(ours) != len(theirs)), None
+        test = ks_2samp(ours, theirs, method="asymp")
+        return float(test.statistic), float(test.pvalue)
+
+    return measure
+
+
+def _divergence(n: int) -> Measure:
+    def measure(a: Steps, b: Steps) -> tuple[float, float | None]:
+        ours, theirs = (sum((step.grams(n) for step in steps), Counter()) for steps in (a, b))
+        keys = [*(ours | theirs)]
+        p, q = (np.array([grams[key] for key in keys]) / grams.total() for grams in (ours, theirs))
+        middle = (p + q) / 2
+        return sum(float((x[x > 0] * np.log2(x[x > 0] / middle[x > 0])).sum()) / 2 for x in (p, q)), None
+
+    return measure
+
+
+def _makespan(a: Steps, b: Steps) -> tuple[float, float | None]:
+    ours, theirs = (float(np.median([step.result.step_ns for step in steps])) for steps in (a, b))
+    return theirs / ours, None
+
+
+def _breakdown(a: Steps, b: Steps) -> tuple[float, float | None]:
+    def mean(steps: Steps) -> Mapping[tuple[int, str], float]:
+        total: Counter[tuple[int, str]] = Counter()
+        for step in steps:
+            for key, share in step.shares().items():
+                total[key] += share / len(steps)  # type: ignore[assignment]
+        return total
+
+    ours, theirs = mean(a), mean(b)
+    keys = {*ours, *theirs}
+    return sum(abs(ours.get(k, 0) - theirs.get(k, 0)) for k in keys) / 2 / len({rank for rank, _ in keys}), None
+
+
+def _nearest(step: _Replayed, others: Steps) -> float:
+    """Least mean difference of log durations of equal ops: of a rank, kind and name, and of the same number."""
+    return min(_apart(step.profile, other.profile) for other in others)
+
+
+def _apart(a: pl.DataFrame, b: pl.DataFrame) -> float:
+    both = a.join(b, on=["rank", "kind", "name", "nth"])
+    if both.is_empty():
+        return float("inf")
+    return float((both["log_ns"] - both["log_ns_right"]).abs().mean())  # type: ignore[arg-type]
