@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
 import torch
+from gloo_ranks import run_ranks
 
+from benchmarks.captured_models import ALONE, ON_TWO
 from datasets.gpt import Gpt, GptConfig, loss_fn, make_batch
 from lumos_nb import benchmark
+from lumos_nb.errors import BenchmarkError, InputError
+from lumos_nb.exchange.benchmark.binding import Bench, Unusable, dtype_of, find_op
 from lumos_nb.recorder import capture
 
 TINY = GptConfig(layers=2, hidden=32, heads=2, vocab=96, seq=16, batch=2)
@@ -73,3 +79,218 @@ def test_the_program_needs_only_torch(gpt_capture: Path, tmp_path: Path):
     text = "\n".join((tmp_path / name).read_text() for name in ("bench.py", "binding.py"))
     imported = {line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
     assert imported - set(sys.stdlib_module_names) == {"torch", "binding"}
+
+
+@pytest.mark.parametrize("kind", ["resnet", "dlrm", "encoder", "lstm"])
+def test_every_operator_of_other_models_is_called(kind: str, tmp_path: Path):
+    folder = captured(tmp_path / kind, lambda: ALONE[kind](tiny=True))
+    made = benchmark.generate(folder, tmp_path / "program", alpha=1.0)
+    assert made.coverage == 1
+    assert made.time_coverage == 1
+    assert "stand-in" not in run(tmp_path / "program", "--iterations", "2", "--warmup", "0")
+    if kind == "dlrm":  # embedding bags, whose indices are drawn and valid
+        assert len(made.indices)
+        assert 0 <= made.indices.min() <= made.indices.max() < 100
+
+
+def test_values_stay_finite_and_memory_that_calls_make_is_freed(gpt_capture: Path, tmp_path: Path):
+    benchmark.generate(gpt_capture, tmp_path, rank=0)
+    bench = Bench(tmp_path, "cpu", lambda at, path, talks: True)
+    with torch.no_grad():
+        bench.allocate()
+        program = bench.bind()
+        for _ in range(20):
+            for call in program:
+                call()
+    assert not bench.stand_ins
+    floats = [bench.values[slot] for slot in bench.given if bench.values[slot].is_floating_point()]
+    assert all(torch.isfinite(one).all() for one in floats)
+    assert all(bench.values[slot] is None for slot in bench.made)  # as at the step's end
+
+
+def test_tensors_that_share_memory_in_the_trace_share_it_in_the_program(tmp_path: Path):
+    def views() -> Callable[[], None]:
+        base = torch.zeros(6, 4)
+
+        def step() -> None:
+            left, right = base[:, :2], base[:, 2:]
+            left.add_(1)
+            right.copy_(left.t().contiguous().t())
+
+        return step
+
+    benchmark.generate(captured(tmp_path / "views", views), tmp_path / "program")
+    bench = Bench(tmp_path / "program", "cpu", lambda at, path, talks: True)
+    with torch.no_grad():
+        bench.allocate()
+        base = next(bench.values[slot] for slot in bench.given if bench.slots[slot][2] == [6, 4])
+        base.zero_()
+        program = bench.bind()  # which makes each call once
+        assert base.tolist() == [[1, 1, 1, 1]] * 6
+        for call in program:
+            call()
+    assert base.tolist() == [[2, 2, 2, 2]] * 6
+    assert base.stride() == (4, 1)
+
+
+def test_a_part_can_be_run_alone(gpt_capture: Path):
+    def calls(*arguments: str) -> int:
+        lines: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("builtins.print", lines.append)
+            given = ["--device", "cpu", "--iterations", "1", "--warmup", "0", *arguments]
+            times = benchmark.replay(gpt_capture, arguments=given)
+        assert times["wall_ns"].min() > 0
+        return int(lines[-1].split()[0])
+
+    every = calls()
+    assert calls("--range", "10:30") == 20
+    assert 0 < calls("--only", "Optimizer.step") < every
+    assert calls("--only", "aten::mm") > 0
+    assert calls("--part", "compute") == every
+    with pytest.raises(BenchmarkError, match="no call is chosen"):
+        calls("--part", "comm")
+
+
+def test_gaps_of_the_original_are_waited_for(gpt_capture: Path, tmp_path: Path):
+    made = benchmark.generate(gpt_capture, tmp_path)
+    gaps_ns = made.calls["gap_ns"].sum()
+    assert gaps_ns > 0
+    given = ["--device", "cpu", "--iterations", "2", "--gaps", "recorded"]
+    assert benchmark.replay(gpt_capture, arguments=given)["wall_ns"].min() >= gaps_ns
+
+
+def two_ranks(rank: int, folder: Path) -> None:
+    for kind, make in ON_TWO.items():
+        torch.manual_seed(0)
+        step = make(tiny=True)
+        with capture(folder / kind, steps=1, warmup=1, timed=1, device="cpu") as recorder:
+            for _ in recorder.wrap(range(recorder.total_steps)):
+                step()
+
+
+def test_programs_of_two_ranks_issue_the_same_collectives_on_both(tmp_path: Path):
+    run_ranks(two_ranks, tmp_path)
+    for kind in ON_TWO:
+        folder = tmp_path / f"{kind}-program"
+        benchmark.generate(tmp_path / kind, folder)
+        tables = [json.loads((folder / f"workload-{rank}.json").read_text()) for rank in range(2)]
+        issued = [
+            [table["ops"][call["op"]] for call in table["calls"] if "reduce" in table["ops"][call["op"]]]
+            for table in tables
+        ]
+        assert len(issued[0]) >= 1
+        assert issued[0] == issued[1]
+        waits = sum("wait" in table["ops"][call["op"]] for table in tables[:1] for call in table["calls"])
+        assert waits == len(issued[0])
+        assert "stand-in" not in run(folder, "--iterations", "1", "--warmup", "0")  # one process, a fake peer
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
+        done = subprocess.run(
+            [*command, str(folder / "bench.py"), "--device", "cpu", "--iterations", "2"],
+            capture_output=True, text=True, env=environment, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "stand-in" not in done.stdout
+
+
+SHARED = {
+    "linear": ("param/linear_et.json.gz", {}),
+    "gpt2": ("param/hf_GPT2_et.json.tar.gz", {}),
+    "dlrm": ("param/dlrm_pytorch_et.tar.gz", {"rank": 0}),
+    "resnet": ("param/1.0.3-chakra.0.0.4/resnet_1gpu_et.json.gz", {"shrink": {32: 2, 128: 2, 224: 64}}),
+    "triton": ("param/pt2_et.json.tar.gz", {}),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_traces_of_gpus_run_on_a_cpu(name: str, traces: Path):
+    path, how = SHARED[name]
+    given = ["--device", "cpu", "--iterations", "1", "--warmup", "0", "--range", "20:80" if name != "triton" else ":"]
+    made = benchmark.workload(traces / path, **how)
+    assert made.coverage > (0.95 if name != "triton" else 0.4)
+    assert len(benchmark.replay(traces / path, arguments=given, **how)) == 1
+
+
+TENSOR = [7, 8, 0, 12, 4, "cpu"]
+
+
+def trace_of(folder: Path, name: str, schema: str, values: list[Any], types: list[str], **more: Any) -> Path:
+    """An execution trace of one operator, whose tensors are all 3 by 4."""
+
+    def side(values: list[Any], types: list[str]) -> dict[str, Any]:
+        shapes = [more.get("shape", [3, 4]) if kind.startswith("Tensor") else [] for kind in types]
+        return {"values": values, "types": types, "shapes": shapes}
+
+    attributes = [{"name": key, "type": "uint64", "value": 3} for key in ("rf_id", "fw_parent", "scope", "tid")]
+    said = {"name": "op_schema", "type": "string", "value": schema}
+    sides = {"inputs": side(values, types), "outputs": side([TENSOR], ["Tensor(float)"])}
+    node = {"id": 3, "name": name, "ctrl_deps": 2, **sides, "attrs": [*attributes, said]}
+    frame = {"inputs": side([], []), "outputs": side([], []), "attrs": attributes}
+    process = {"id": 1, "name": "[pytorch|profiler|execution_trace|process]", "ctrl_deps": 1, **frame}
+    thread = {"id": 2, "name": "[pytorch|profiler|execution_trace|thread]", "ctrl_deps": 1, **frame}
+    file = {"schema": "1.1.0-chakra.0.0.4", "pid": 1, "time": "", "start_ts": 0, "nodes": [process, thread, node]}
+    path = folder / "hostile.json"
+    path.write_text(json.dumps(file))
+    return path
+
+
+HOSTILE = {
+    # name, schema, values, types: none of them may be called
+    "file": ("aten::from_file", "aten::from_file(str filename, bool? shared=None, int? size=0) -> Tensor",
+             ["{victim}", True, 4], ["String", "Bool", "Int"]),
+    "save": ("aten::save", "aten::save(t item, str filename) -> ()", [TENSOR, "{victim}"], ["Tensor(float)", "String"]),
+    "python": ("__import__('os').system('touch {victim}')", "__import__('os').system('touch {victim}')(Tensor a)",
+               [TENSOR], ["Tensor(float)"]),
+    "dunder": ("aten::__class__", "aten::__class__(Tensor self) -> Tensor", [TENSOR], ["Tensor(float)"]),
+    "loader": ("torch::load_library", "load_library::__init__(str path)", ["{victim}"], ["String"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", HOSTILE)
+def test_what_a_hostile_trace_names_is_not_called(which: str, tmp_path: Path):
+    victim = tmp_path / "victim"
+    name, schema, values, types = HOSTILE[which]
+    texts = [text.replace("{victim}", str(victim)) for text in (name, schema)]
+    given = [value.replace("{victim}", str(victim)) if isinstance(value, str) else value for value in values]
+    made = benchmark.generate(trace_of(tmp_path, *texts, given, types), tmp_path / "program")
+    assert made.coverage == 0  # a stand-in, and said to be one
+    assert "stand-in" in run(tmp_path / "program", "--iterations", "1", "--warmup", "0")
+    assert not victim.exists()
+
+
+def test_what_is_larger_than_memory_is_refused_and_smaller_sizes_are_offered(tmp_path: Path):
+    huge = 1 << 45
+    tensor = [7, 8, 0, huge, 4, "cpu"]
+    schema = "aten::relu(Tensor self) -> Tensor"
+    path = trace_of(tmp_path, "aten::relu", schema, [tensor], ["Tensor(float)"], shape=[huge])
+    with pytest.raises(BenchmarkError, match=r"free: run a part .* smaller sizes"):
+        benchmark.replay(path, arguments=["--device", "cpu"])
+    assert len(benchmark.replay(path, arguments=["--device", "cpu", "--iterations", "2"], shrink={huge: 8})) == 2
+
+
+@pytest.mark.parametrize("shrink", [{4: 0}, {4: "x"}, {-1: 2}, {4.5: 2}])
+def test_sizes_that_make_no_sense_are_refused(shrink: dict[Any, Any], tmp_path: Path):
+    path = trace_of(tmp_path, "aten::relu", "aten::relu(Tensor self) -> Tensor", [TENSOR], ["Tensor(float)"])
+    with pytest.raises(InputError, match="shrink"):
+        benchmark.workload(path, shrink=shrink)
+
+
+def test_a_damaged_table_is_no_way_to_run_code(tmp_path: Path):
+    path = trace_of(tmp_path, "aten::relu", "aten::relu(Tensor self) -> Tensor", [TENSOR], ["Tensor(float)"])
+    benchmark.generate(path, tmp_path / "program")
+    for op in ("aten::relu.__class__", "os::system", "aten::from_file", "aten::__dir__"):
+        with pytest.raises(Unusable):
+            find_op(op)
+    with pytest.raises(Unusable, match="number format"):
+        dtype_of("load")
+
+
+def test_compare_refuses_what_is_no_run_and_gives_one_for_equal_runs(gpt_capture: Path):
+    same = benchmark.compare(gpt_capture, gpt_capture)
+    assert same.distance == 0
+    assert same.coverage_by_count == same.coverage_by_time == 1
+    assert same.figures.row(0, named=True)["ratio"] == 1
+    assert same.verdict.startswith("Alike")
+    with pytest.raises(InputError):
+        benchmark.compare(3, gpt_capture)  # type: ignore[arg-type]

@@ -70,11 +70,20 @@ class Workload:
 
     @property
     def time_coverage(self) -> float | None:
-        """The share of operator time that is in what is called; None without a profile."""
+        """The share of operator time that no stand-in takes the place of; None without a profile.
+
+        Composites whose parts are called in their place count whole: they do nothing but call these.
+        """
         if not self.operator_ns:
             return None
-        operators = self.calls.filter((pl.col("reason") == "") & (pl.col("operators") > 0))
-        return float(operators["dur_ns"].sum()) / self.operator_ns
+        return 1 - float(self.calls.filter(pl.col("reason") != "")["dur_ns"].sum()) / self.operator_ns
+
+    @property
+    def composite_share(self) -> float | None:
+        """The share of operator time that is composites' own, dispatch and the profiler's; None without a profile."""
+        if not self.operator_ns:
+            return None
+        return 1 - float(self.calls.filter(pl.col("operators") > 0)["dur_ns"].sum()) / self.operator_ns
 
     def _title(self) -> str:
         made = {slot for call in self.table["calls"] for slot in call["out"]}
@@ -148,16 +157,8 @@ def workload(
     sizes = _checked_sizes(shrink)
     found = trace if isinstance(trace, ExecutionTrace) else load_execution_trace(trace, rank=rank)
     nodes = read_nodes(found, step, sizes)
-    registry, talks, flow = Registry(), Communications(found), Dataflow()
-    for node in choose(nodes, registry.is_composite):
-        if (talk := talks.of(node)) is not None:
-            flow.communicate(node, talk)
-        elif node.kind == "comm":
-            flow.notes["records of communication that no operator issues: left out"] += 1
-        elif isinstance(bound := registry.bind(node, talks.groups), str):
-            flow.add(node, STAND_IN, {"inputs": [*tensors_of(node.inputs)]}, bound)
-        else:
-            flow.add(node, node.op or "", bound)
+    talks = Communications(found)
+    flow = _followed(nodes, talks)
     calls = flow.with_waits()
     rank = _rank(found, rank, talks.groups)
     source: dict[str, Any] = {"schema": found.metadata["schema"], "nodes": len(nodes), "rank": rank}
@@ -173,6 +174,21 @@ def workload(
     table = _table(flow, calls, source, talks.groups, timed["gap_ns"].to_list())
     notes = pl.DataFrame([*flow.notes.items()], schema={"what": pl.String(), "count": pl.Int64()}, orient="row")
     return Workload(table, timed, notes, operator_ns, indices)
+
+
+def _followed(nodes: list[Node], talks: Communications) -> Dataflow:
+    """The calls of all chosen nodes, and the memory between them."""
+    registry, flow = Registry(), Dataflow()
+    for node in choose(nodes, registry.is_composite):
+        if (talk := talks.of(node)) is not None:
+            flow.communicate(node, talk)
+        elif node.kind == "comm":
+            flow.notes["records of communication that no operator issues: left out"] += 1
+        elif isinstance(bound := registry.bind(node, talks.groups), str):
+            flow.add(node, STAND_IN, {"inputs": [*tensors_of(node.inputs)]}, bound)
+        else:
+            flow.add(node, node.op or "", bound)
+    return flow
 
 
 def _checked_sizes(shrink: Mapping[int, int] | None) -> dict[int, int]:

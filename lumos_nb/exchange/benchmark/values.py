@@ -116,7 +116,12 @@ def _size(tensor: Any, dim: Any) -> int | None:
 
 
 def common(tensor: Tensor) -> Rule:
-    """What memory holds of which nothing is known: numbers that keep activations at their size; integers are 0."""
+    """What memory holds of which nothing is known: numbers that keep activations at their size; integers are 0.
+
+    A number in the code, which a trace shows as a tensor without dimensions, is 1.
+    """
+    if not tensor.shape and tensor.dtype != "bool":
+        return ["constant", 1]
     if not tensor.dtype.startswith(("float", "bfloat", "complex")):
         return ["constant", 0]
     if tensor.numel == 1:
