@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from lumos_nb.workloads.dlrm.model import DlrmTraining as DlrmTraining
     from lumos_nb.workloads.dlrm.plan import Plan as Plan
     from lumos_nb.workloads.dlrm.pretraining import pretrain as pretrain
+    from lumos_nb.workloads.dlrm.rescaling import rescale_batch as rescale_batch
     from lumos_nb.workloads.dlrm.sharding import shard as shard
     from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts as ShardingCosts
     from lumos_nb.workloads.dlrm.table_rows import estimate_dlrm_row as estimate_dlrm_row
@@ -110,6 +111,7 @@ _MODULES = {
     "lumos_nb.layout": ("Cluster", "Parallelism", "Training"),
     "lumos_nb.workloads.dlrm.estimates": ("DlrmEstimate", "estimate_dlrm"),
     "lumos_nb.workloads.dlrm.model": ("Dlrm", "DlrmTraining"),
+    "lumos_nb.workloads.dlrm.rescaling": ("rescale_batch",),
     "lumos_nb.workloads.dlrm.table_rows": ("estimate_dlrm_row",),
     "lumos_nb.workloads.llm.estimates": ("Estimate", "estimate"),
     "lumos_nb.workloads.llm.rewriting": ("rewrite",),

@@ -32,7 +32,7 @@ PARTS = {"op_id": pl.Int64(), **KERNEL, "time_ns": pl.Float64()}
 """Columns of a table of parts."""
 
 
-def parts_of(graph: Graph, run: Run | None = None) -> pl.DataFrame:
+def parts_of(graph: Graph, run: Run | None = None, why: str | None = None) -> pl.DataFrame:
     """The parts of a graph's ops whose sizes are known: `PARTS`.
 
     Parameters
@@ -42,10 +42,13 @@ def parts_of(graph: Graph, run: Run | None = None) -> pl.DataFrame:
     run
         Where the graph has no device, the operators nested in its ops are in the events alone: without a run only the
         outermost ones are parts, and none of a backward pass. Where it has one, events tell how matrices lie.
+    why
+        Instead of those with sizes, nested operators that have none for a reason that begins so.
     """
     if run is None or graph.ops["kind"].is_in(WORK_KINDS).any():
         return _kernels(graph, run)
-    samples = kernel_samples(run).filter(pl.col("why").is_null(), pl.col("step") == graph.step)
+    wanted = pl.col("why").is_null() if why is None else pl.col("why").str.starts_with(why)
+    samples = kernel_samples(run).filter(wanted, pl.col("step") == graph.step)
     events = run.events.select("rank", "event_id", "thread", "start_ns")
     samples = samples.join(events, on=["rank", "event_id"])
     return _within(samples, graph, clock_shifts(graph, run))

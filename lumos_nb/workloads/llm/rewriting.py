@@ -227,7 +227,7 @@ def _target(
     return (model_, layout, training), ignored
 
 
-def _calibration(graph: Graph, given: Calibration | str | None) -> Calibration:
+def calibration_of(graph: Graph, given: Calibration | str | None) -> Calibration:
     """The calibration that is given, else that of the CPU, or of the only GPU that the run names."""
     if isinstance(given, Calibration):
         return given
@@ -259,7 +259,7 @@ class _Edit:
     @cached_property
     def calibration(self) -> Calibration:
         """What prices, before the edit."""
-        return _calibration(self.base, self.given)
+        return calibration_of(self.base, self.given)
 
     def graph(self) -> Graph:
         """Apply what differs."""
