@@ -217,7 +217,9 @@ class Plan:
         )
         return replace(self, devices=devices.with_columns(total_us=pl.sum_horizontal(*FIGURES)))
 
-    def to_torchrec(self, module: str = "sparse_arch.embedding_bag_collection", device_type: str = "cuda") -> str:
+    def to_torchrec(
+        self, module: str = "sparse_arch.embedding_bag_collection", device_type: str = "cuda", gpus_per_node: int = 8
+    ) -> str:
         """The plan as JSON in the words of TorchRec.
 
         TorchRec has no file format of plans: the nesting and the names are those of its `ShardingPlan`,
@@ -230,6 +232,8 @@ class Plan:
             Where the model has its `EmbeddingBagCollection`.
         device_type
             "cuda" or "cpu".
+        gpus_per_node
+            A rank's GPU is its number within the node.
         """
         parameters = {}
         for (table,), shards in self.frame.sort("first_column", "first_row", "device").group_by(
@@ -240,7 +244,7 @@ class Plan:
                 {
                     "shard_offsets": [row["first_row"], row["first_column"]],
                     "shard_sizes": [row["rows"], row["dim"]],
-                    "placement": f"rank:{row['device']}/{device_type}:{row['device']}",
+                    "placement": f"rank:{row['device']}/{device_type}:{row['device'] % gpus_per_node}",
                 }
                 for row in rows
             ]
