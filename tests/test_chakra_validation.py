@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lumos_nb as ln
-from lumos_nb.errors import ChakraError, InputError
+from lumos_nb.errors import ChakraError, GraphError, InputError
 from tests.chakra_files import COLL, COMP, RECV, SEND, framed, head, message, published
 
 RANKS = 4
@@ -182,3 +183,31 @@ def test_unknown_targets_and_empty_folders_are_refused(tmp_path):
         ln.chakra.validate(tmp_path)
     with pytest.raises(InputError, match="'ns3'"):
         ln.chakra.validate(job(tmp_path, {0: step()}), "ns3")
+
+
+def test_flipped_bits_are_findings_and_errors_of_ours_alone(tmp_path):
+    rng = random.Random(7)
+    attributes = {"lane": ("string", "gpu0:7"), "kind": ("string", "lag"), "other": ("string", "x")}
+    last = message(7, COMP, attributes, duration_micros=5, data_deps=[6])
+    sound = framed([head(), *step(), last, message_to(8, 0, 7)])
+    path = tmp_path / "job.0.et"
+    replayed = 0
+    for _ in range(80):
+        data = bytearray(sound)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        ln.chakra.validate(path, "astra-sim")
+        try:
+            replayed += ln.replay(ln.chakra.to_graph(path)).makespan_ns > 0
+        except (ChakraError, GraphError):
+            continue
+    assert 10 < replayed < 80
+
+
+def test_attributes_that_cannot_be_read_and_times_beyond_all_measure(tmp_path):
+    broken = message(1, COMP, duration_micros=5) + b"\x52\x03\x0a\x01\xff"
+    assert ("job.0.et", 1, "attribute") in found(job(tmp_path, {0: [broken]}))
+    job(tmp_path, {0: [comp(1, 2**63)]})
+    assert ("job.0.et", 1, "duration") in found(tmp_path)
+    with pytest.raises(ChakraError, match=r"node 1 of job\.0\.et has a time of more than 146 years"):
+        ln.chakra.to_graph(tmp_path)

@@ -20,6 +20,8 @@ from lumos_nb.graph import Graph
 from lumos_nb.repairs import REPORT
 from lumos_nb.schema import EDGES, OPS
 
+LATEST_US = 2**62 // 1000
+"""A time beyond does not fit into whole nanoseconds."""
 _MEMORY = {"MEM_LOAD_NODE": "memcpy", "MEM_STORE_NODE": "memcpy"}
 
 
@@ -47,6 +49,9 @@ def to_graph(path: str | Path) -> Graph:
     >>> replay(to_graph("out/")).makespan_ns  # doctest: +SKIP
     """
     job = Job.read(path)
+    late = job.nodes.filter(pl.max_horizontal("start_us", "dur_us") > LATEST_US)
+    if not late.is_empty():
+        raise ChakraError(f"{path}: node {late['id'][0]} of {late['file'][0]} has a time of more than 146 years.")
     lost = job.edges.filter(pl.col("src").is_null())
     if not (needed := lost.filter("data")).is_empty():
         needs, row = needed.select("needs", "dst").row(0)

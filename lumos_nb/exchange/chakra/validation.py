@@ -14,7 +14,7 @@ import polars as pl
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from lumos_nb.errors import InputError
+from lumos_nb.errors import ChakraError, InputError
 from lumos_nb.exchange.chakra.files import rank_files
 from lumos_nb.exchange.chakra.json_files import fields
 from lumos_nb.exchange.chakra.messages import COLLECTIVES, NODE_TYPES
@@ -138,8 +138,14 @@ def _attributes(job: Job) -> Iterator[pl.DataFrame]:
         (row, name)
         for row, rest in odd.iter_rows()
         for field, body in fields(rest)
-        if field[0] == 82 and (name := parsed("AttributeProto", body, 0).name) in ATTRIBUTES
+        if field[:1] == b"R" and (name := _name(body)) in ATTRIBUTES
     ]
+    broken = [
+        row for row, rest in odd.iter_rows() if any(f[:1] == b"R" and not _name(body) for f, body in fields(rest))
+    ]
+    yield _found(
+        job.nodes.filter(pl.col("row").is_in(broken)), "attribute", "an attribute has no name, or cannot be read"
+    )
     named = pl.DataFrame(rows, schema={"row": job.nodes.schema["row"], "attribute": pl.String}, orient="row")
     kinds = named.with_columns(kind=pl.col("attribute").replace(ATTRIBUTES)).join(job.nodes, on="row")
     text = pl.format("attribute {} is there twice, out of range, or not of type {}", "attribute", "kind")
@@ -153,6 +159,14 @@ def _attributes(job: Job) -> Iterator[pl.DataFrame]:
     yield _found(comm.filter(pl.col("comm_size") < 0), "attribute", "its comm_size is negative")
     no_type = ~pl.col("comm_type").is_between(0, len(COLLECTIVES) - 1) & (pl.col("type") == "COMM_COLL_NODE")
     yield _found(comm.filter(no_type), "attribute", pl.format("comm_type {} is no collective", "comm_type"))
+
+
+def _name(attribute: bytes) -> str:
+    """What an attribute is called; nothing where it cannot be read."""
+    try:
+        return str(parsed("AttributeProto", attribute, 0).name)
+    except ChakraError:
+        return ""
 
 
 def _durations(job: Job) -> Iterator[pl.DataFrame]:
