@@ -16,6 +16,7 @@ from benchmarks.collective_accuracy import collective_rows
 from benchmarks.cpu_accuracy import cpu_rows
 from benchmarks.dlrm_published import published_rows
 from benchmarks.dlrm_steps import dlrm_rows
+from benchmarks.dlrm_traced import traced_rows
 from benchmarks.embedding_accuracy import embedding_rows
 from benchmarks.fit_surcharges import surcharge_rows
 from benchmarks.frictions import friction_rows
@@ -168,7 +169,8 @@ def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:
 
 def main() -> None:
     """Measure what is at hand and write it down."""
-    rows = [*bundled_rows(), *kernel_rows(), *cpu_rows(), *intervention_rows(), *dlrm_rows(), *nlp_rows()]
+    rows = [*bundled_rows(), *kernel_rows(), *cpu_rows(), *intervention_rows()]
+    rows += [*dlrm_rows(), *traced_rows(), *nlp_rows()]
     rows += embedding_rows()
     if TRACES.is_dir():
         rows += trace_rows()
