@@ -73,6 +73,7 @@ LAYOUTS = {
     4: ln.Parallelism(tp=2, pp=2),
     8: ln.Parallelism(dp=8, zero=3),
     16: ln.Parallelism(tp=2, pp=4, dp=2, schedule="interleaved", chunks=2, zero=1),
+    24: ln.Parallelism(cp=4, tp=2, pp=3, split=(3, 3, 2)),
     32: ln.Parallelism(tp=4, sequence_parallel=True, pp=4, dp=2, zero=1),
 }
 
@@ -89,6 +90,17 @@ def test_estimates_are_written_for_every_rank_and_pass(tmp_path, ranks):
     assert {tuple(group) for kind in kinds for group in layout.groups(kind).tolist()} & {*map(tuple, groups.values())}
     now = ln.replay(ln.chakra.to_graph(tmp_path))
     assert abs(now.makespan_ns - found.result.makespan_ns) <= 5000
+
+
+def test_rings_of_an_estimate_go_round(tmp_path):
+    ln.chakra.write(ln.estimate(MODEL, LAYOUTS[24], TRAIN, cluster(24)), tmp_path)
+    nodes = ln.chakra.read_file(tmp_path / "chakra.12.et").table  # in the ring 8, 10, 12, 14
+    ring = nodes.filter(
+        pl.col("type").is_in(["COMM_SEND_NODE", "COMM_RECV_NODE"]), ~pl.col("name").str.contains("message")
+    )
+    assert {*ring.select("type", "comm_src", "comm_dst").rows()} == {
+        ("COMM_SEND_NODE", 12, 14), ("COMM_RECV_NODE", 10, 12),
+    }  # fmt: skip
 
 
 def test_sizes_of_gathers_are_what_a_rank_gives(tmp_path):

@@ -84,7 +84,8 @@ def files_of(source: Graph | Estimated, target: str | None) -> tuple[Iterator[tu
     if not isinstance(graph, Graph):
         raise InputError(f"this writes a Graph or an estimate, not a {type(source).__name__}.")
     layout, stride = getattr(source, "layout", None), 1
-    nodes = nodes_of(graph, latencies=target is None)
+    nodes = nodes_of(graph, latencies=target is None, rings=isinstance(layout, Parallelism))
+    rings: dict[tuple[str, int], list[int]] = {}
     ranks = {rank: table for (rank,), table in nodes.partition_by("rank", as_dict=True).items()}
     if isinstance(layout, Parallelism):
         stages = {kind: [[*ranks]] if kind == "pp" else [[r] for r in ranks] for kind in GROUPS}
@@ -92,11 +93,13 @@ def files_of(source: Graph | Estimated, target: str | None) -> tuple[Iterator[tu
         _refuse(Job.of(_named(ranks, numbers), groups), target)  # one pipeline stands for all
         stride = layout.world // layout.pp
         ranks = {rank: ranks[rank // stride] for rank in range(layout.world)}
-        numbers, groups = _numbered({kind: layout.groups(kind).tolist() for kind in GROUPS}, ranks)
+        every = {kind: layout.groups(kind).tolist() for kind in GROUPS}
+        numbers, groups = _numbered(every, ranks)
+        rings = {(kind, rank): one for kind, sets in every.items() for one in sets for rank in one}
     else:
         numbers, groups = _numbered(_met(nodes, complete=target is not None), ranks)
         _refuse(Job.of(_named(ranks, numbers), groups), target)
-    named = ((rank, _named({rank: table}, numbers, stride)[rank]) for rank, table in ranks.items())
+    named = ((rank, _named({rank: table}, numbers, stride, rings)[rank]) for rank, table in ranks.items())
     return ((rank, Nodes.of(table, version=VERSION)) for rank, table in named), groups
 
 
@@ -154,8 +157,16 @@ def _numbered(
     return numbers, listed
 
 
-def _named(ranks: Mapping[int, pl.DataFrame], numbers: Numbers, stride: int = 1) -> dict[int, pl.DataFrame]:
-    """Node tables of ranks, groups by their number, peers by their rank; `stride` ranks lie between two stages."""
+def _named(
+    ranks: Mapping[int, pl.DataFrame],
+    numbers: Numbers,
+    stride: int = 1,
+    rings: Mapping[tuple[str, int], list[int]] | None = None,
+) -> dict[int, pl.DataFrame]:
+    """Node tables of ranks, groups by their number, peers by their rank; `stride` ranks lie between two stages.
+
+    In a ring, one of `rings` by name and rank, a rank sends to the next; where none is given, to itself.
+    """
     tables = {}
     for rank, table in ranks.items():
         own = {name: number for (name, of), number in numbers.items() if of == rank}
@@ -166,6 +177,13 @@ def _named(ranks: Mapping[int, pl.DataFrame], numbers: Numbers, stride: int = 1)
                 pl.col("group").replace_strict(own, default=None, return_dtype=pl.String)
             ),
         )
+        for name in table["ring"].drop_nulls().unique() if rings and "ring" in table.columns else ():
+            ring = (rings or {})[name, rank]
+            at, sends = ring.index(rank), pl.col("type") == "COMM_SEND_NODE"
+            table = table.with_columns(
+                comm_dst=pl.when((pl.col("ring") == name) & sends).then(ring[at + 1 - len(ring)]).otherwise("comm_dst"),
+                comm_src=pl.when((pl.col("ring") == name) & ~sends).then(ring[at - 1]).otherwise("comm_src"),
+            )
         tables[rank] = completed(table.select(name for name in table.columns if name in NODES.columns))
     return tables
 

@@ -25,10 +25,11 @@ AS_COLLECTIVE = {"hidden": "ALL_REDUCE", "send_recv": "ALL_TO_ALL"}
 """A batch of messages joins its ranks as an all-to-all does."""
 
 
-def nodes_of(graph: Graph, *, latencies: bool = True) -> pl.DataFrame:
+def nodes_of(graph: Graph, *, latencies: bool = True, rings: bool = False) -> pl.DataFrame:
     """The nodes of all ranks: columns of `NODES`, with `rank`; of collectives `group`, `members` and `meeting`.
 
-    `latencies` False leaves out what passes between a launch's end and its kernel's start.
+    `latencies` False leaves out what passes between a launch's end and its kernel's start. With `rings` a message
+    without another side goes round a ring of equal ranks: `ring` is its group, and its peers are yet to be told.
 
     Raises
     ------
@@ -47,6 +48,8 @@ def nodes_of(graph: Graph, *, latencies: bool = True) -> pl.DataFrame:
     ops, edges = _met(ops, edges, meetings)
     cut, pieces = _cut(ops, edges)
     nodes, links = _with_lags(pieces, cut, latencies=latencies)
+    if rings:
+        nodes = _in_rings(nodes)
     return _numbered(nodes, links)
 
 
@@ -182,6 +185,21 @@ def _with_lags(pieces: pl.DataFrame, edges: pl.DataFrame, *, latencies: bool) ->
     return pl.concat([nodes, own], how="diagonal"), pl.concat(links)
 
 
+def _in_rings(nodes: pl.DataFrame) -> pl.DataFrame:
+    """Messages without another side, to the next rank of their group and from the one before: `ring` is the group.
+
+    The n-th that a rank sends is the n-th that the next one receives.
+    """
+    message = (pl.col("kind") == "comm") & pl.col("collective").is_in(["send", "recv"]) & pl.col("other").is_null()
+    nth = message.cum_sum().over("rank", "group", "collective").cast(pl.Int64) - 1
+    return nodes.sort("rank", "row", "piece").with_columns(
+        ring=pl.when(message).then("group"),
+        other=pl.when(message).then("rank").otherwise("other"),
+        tag=pl.when(message).then(nth).otherwise("tag"),
+        rendezvous=pl.when(message).then(False).otherwise("rendezvous"),
+    )
+
+
 def _numbered(nodes: pl.DataFrame, links: pl.DataFrame) -> pl.DataFrame:
     """Columns of `NODES`: ids by rank in issue order, whole microseconds, dependencies."""
     nodes = nodes.sort("rank", "row", "piece", maintain_order=True)
@@ -225,7 +243,7 @@ def _described(nodes: pl.DataFrame) -> pl.DataFrame:
     on_lane = pl.col("lane").str.extract(r":(-?\d+)$").cast(pl.Int64, strict=False)
     return nodes.select(
         "rank", "id", "data_deps", "dur_us", "lane", "kind", "phase", "layer", "parent",
-        "group_size", "members", "meeting",
+        "group_size", "members", "meeting", *(["ring"] if "ring" in nodes.columns else []),
         group=pl.when(named).then("group").otherwise(alike),
         name=pl.col("name").fill_null(""),
         type=pl.when(is_send).then(pl.lit("COMM_SEND_NODE")).when(is_recv).then(pl.lit("COMM_RECV_NODE"))
