@@ -96,7 +96,7 @@ def test_every_operator_of_other_models_is_called(kind: str, tmp_path: Path):
 def test_values_stay_finite_and_memory_that_calls_make_is_freed(gpt_capture: Path, tmp_path: Path):
     benchmark.generate(gpt_capture, tmp_path, rank=0)
     bench = Bench(tmp_path, "cpu", lambda at, path, talks: True)
-    with torch.no_grad():
+    with torch.enable_grad():
         bench.allocate()
         program = bench.bind()
         for _ in range(20):
@@ -121,7 +121,7 @@ def test_tensors_that_share_memory_in_the_trace_share_it_in_the_program(tmp_path
 
     benchmark.generate(captured(tmp_path / "views", views), tmp_path / "program")
     bench = Bench(tmp_path / "program", "cpu", lambda at, path, talks: True)
-    with torch.no_grad():
+    with torch.enable_grad():
         bench.allocate()
         base = next(bench.values[slot] for slot in bench.given if bench.slots[slot][2] == [6, 4])
         base.zero_()

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None, folder: Path | None = None) -> list[
     """Run what the command line says; wall and process time of the iterations, in ns."""
     arguments, joined, threads = arguments_of(argv), dist.is_initialized(), torch.get_num_threads()
     try:
-        with torch.no_grad():
+        with torch.enable_grad():  # as operators were called: some save more then; no tensor asks for a gradient
             return run(arguments, folder or Path(__file__).parent)
     finally:
         torch.set_num_threads(threads)

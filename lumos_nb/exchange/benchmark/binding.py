@@ -67,7 +67,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def slots_in(value: Any) -> Iterator[int]:
     """Numbers of the slots in arguments: `{"slot": 7}`, alone and in lists."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and "slot" in value:
         yield value["slot"]
     elif isinstance(value, list):
         for one in value:
@@ -266,6 +266,8 @@ class Bench:
         lists: list[tuple[int, Callable[[list[Any]], Any]]] = []
         for argument in schema[: max((n + 1 for n, one in enumerate(schema) if one.name in given), default=0)]:
             value = given.get(argument.name, argument.default_value)
+            if isinstance(value, dict) and "number" in value:  # JSON has none that are not finite
+                value = float(value["number"])
             if "Device" in str(argument.type) and value is not None:
                 value = torch.device(self.device if str(value).startswith("cuda") else "cpu")
             if argument.name == "group_name":

@@ -8,6 +8,8 @@ from typing import Any
 from lumos_nb.exchange.benchmark.calls import Node, schema_names
 from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP
 
+_NOT_FINITE = ("inf", "-inf", "nan")
+
 
 class Registry:
     """torch's operators by the names that a trace has."""
@@ -60,6 +62,8 @@ def _constant(argument: Any, value: Any) -> Any:
     """A value as recorded; a trace writes six decimals, so that an epsilon of 0 is the schema's, or a small number."""
     if argument.name in ("eps", "epsilon") and value == 0:
         return argument.default_value or 1e-8
+    if isinstance(value, str) and value in _NOT_FINITE and str(argument.type) in ("number", "float"):
+        return float(value)
     if value is None and "Optional" not in str(argument.type):
         if argument.has_default_value():
             return argument.default_value

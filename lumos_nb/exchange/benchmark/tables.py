@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -310,7 +311,9 @@ def _talk(call: Call) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> Any:
-    """A slot as an object with its number: nothing else in the table is one."""
+    """A slot, or a number that is not finite, as an object: nothing else in the table is one."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"number": str(value)}
     if isinstance(value, Slot):
         return {"slot": int(value)}
     return [_encoded(one) for one in value] if isinstance(value, list) else value
