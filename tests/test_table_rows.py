@@ -82,7 +82,7 @@ def test_pandas_and_polars_read_the_shared_table_alike(measured):
         ({"global_batch": None}, "column global_batch is 'not stated'"),
         ({"gpu": None}, "column gpu is 'not stated'"),
         ({"gpu": "TPU v5p"}, "no data sheet is called 'tpu v5p'"),
-        ({"gpu": "H100-PCIe-80GB"}, "no data sheet is called 'h100-pcie-80gb'"),
+        ({"gpu": "H200-PCIe-141GB"}, "no data sheet is called 'h200-pcie-141gb'"),
         ({"tp": "two"}, "column tp is 'two'; give a number"),
         ({"tp": 2.5}, "column tp is 2.5; give a whole number"),
         ({"layers": -1}, "column layers is -1; give a whole number of at least 1"),

@@ -10,12 +10,9 @@ import polars as pl
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
 from lumos_nb.costs.host import Overheads
-from lumos_nb.critical_path import Result
-from lumos_nb.display import format_ns, html_table, text_table
+from lumos_nb.display import format_ns
 from lumos_nb.errors import InputError, LayoutError
-from lumos_nb.graph import Graph
 from lumos_nb.layout import Cluster
-from lumos_nb.partition import breakdown
 from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining
 from lumos_nb.workloads.dlrm.passes import passes
 from lumos_nb.workloads.dlrm.plan import Plan
@@ -24,10 +21,11 @@ from lumos_nb.workloads.llm.assembly import Step
 from lumos_nb.workloads.llm.contention import Timed, slowed
 from lumos_nb.workloads.llm.estimates import prices_of, require_kinds
 from lumos_nb.workloads.llm.surcharges import Surcharges, bundled
+from lumos_nb.workloads.predicted import Predicted
 
 
-@dataclass(frozen=True)
-class DlrmEstimate:
+@dataclass(frozen=True, repr=False)
+class DlrmEstimate(Predicted):
     """A predicted step of a recommendation model.
 
     Attributes
@@ -55,35 +53,9 @@ class DlrmEstimate:
     assumptions: tuple[str, ...] = ()
 
     @property
-    def graph(self) -> Graph:
-        """The workload: ops and edges of every device."""
-        return self.timed.graph
-
-    @cached_property
-    def result(self) -> Result:
-        """The replayed graph."""
-        return self.timed.result
-
-    @property
-    def step_ns(self) -> int:
-        """Time of a step."""
-        return self.timed.step_ns
-
-    @property
-    def step_s(self) -> float:
-        """Time of a step."""
-        return self.step_ns / 1e9
-
-    @property
     def samples_per_s(self) -> float:
         """Samples of the batch by the step's time."""
         return self.train.global_batch / self.step_s
-
-    @cached_property
-    def breakdown(self) -> pl.DataFrame:
-        """Parts of the step on each device, as `ln.breakdown` gives them."""
-        parts: pl.DataFrame = breakdown(self.result)
-        return parts
 
     @cached_property
     def parts(self) -> pl.DataFrame:
@@ -98,12 +70,6 @@ class DlrmEstimate:
         ops = self.graph.ops.filter(pl.col("lane").str.starts_with("gpu"))
         return float(ops.group_by("rank", "lane").agg(pl.col("dur_ns").sum())["dur_ns"].max()) / 1e9  # type: ignore[arg-type]
 
-    def __repr__(self) -> str:
-        return text_table(self._summary(), caption=self._caption())
-
-    def _repr_html_(self) -> str:
-        return html_table(self._summary(), caption=self._caption())
-
     def _caption(self) -> str:
         on = f"{self.plan.devices.height} x {self.cluster.gpu_sheet.name}"
         return f"A step of a DLRM on {on}: {format_ns(self.step_ns)}"
@@ -111,10 +77,11 @@ class DlrmEstimate:
     def _summary(self) -> pl.DataFrame:
         by_part = self.parts.group_by("part", maintain_order=True).agg(pl.col("time_us").max())
         rows = [
+            self._interval(),
             ("samples/s", f"{self.samples_per_s:,.0f}"),
             *((f"{part}, busiest device", format_ns(round(us * 1e3))) for part, us in by_part.rows()),
             ("busiest stream", format_ns(round(self.busiest_stream_s * 1e9))),
-            *(("assumed", text) for text in self.assumptions),
+            *self._trust(),
         ]
         return pl.DataFrame(rows, schema=["what", "value"], orient="row")
 

@@ -13,7 +13,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.costs.calibration import Calibration
-from lumos_nb.costs.embeddings import LookupModel, lookup_us
+from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup, lookup_us
 from lumos_nb.costs.host import Overheads
 from lumos_nb.errors import CalibrationError
 from lumos_nb.layout import SIZE_OF, Cluster
@@ -103,7 +103,7 @@ def device_times(
     for row in own.drop("gpus").iter_slices(1):
         what, kind = row["weight"].item(), row["kind"].item()
         if kind == LOOKUP:
-            us, bytes_, basis = taken[what][:, 0 if row["pass"].item() == "fwd" else 1], [None] * n, "measured"
+            us, bytes_, basis = taken[what][:, 0 if row["pass"].item() == "fwd" else 1], [None] * n, _basis(lookups)
         else:
             us, bytes_, basis = np.full(n, sizes[what][0]), sizes[what][1].tolist(), sizes[what][2]
         copies = pl.concat([row] * n).with_columns(
@@ -113,6 +113,11 @@ def device_times(
         )  # fmt: skip
         parts.append(copies)
     return pl.concat(parts, how="diagonal_relaxed").sort("rank", "at").drop("at")
+
+
+def _basis(lookups: LookupModel) -> str:
+    """What prices of lookups rest on: samples, unless the physical model was fitted on none."""
+    return "data sheet" if isinstance(lookups, PhysicalLookup) and not lookups.calls else "measured"
 
 
 def _looked_up(plan: Plan, train: DlrmTraining, lookups: LookupModel) -> dict[str, Floats]:

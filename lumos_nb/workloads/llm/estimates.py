@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,12 +12,9 @@ import polars as pl
 
 from lumos_nb.config import gpus, same_name
 from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
-from lumos_nb.critical_path import Result
-from lumos_nb.display import format_bytes, format_ns, html_table, text_table
+from lumos_nb.display import format_bytes, format_ns
 from lumos_nb.errors import InputError, LayoutError
-from lumos_nb.graph import Graph
 from lumos_nb.layout import Cluster, Parallelism, Training, check
-from lumos_nb.partition import breakdown
 from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.llm.assembly import Step, assembled
 from lumos_nb.workloads.llm.contention import Timed, slowed
@@ -27,14 +23,13 @@ from lumos_nb.workloads.llm.pricing import priced
 from lumos_nb.workloads.llm.rounds import FULL, FULL_SPLIT, SPLIT_SCHEDULES, Rounds
 from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.llm.surcharges import PRODUCTS, Surcharges, bundled
+from lumos_nb.workloads.predicted import Predicted
 
 ATTENTION = ("attention", "bmm")
-NORMAL_90 = 1.645
-"""Standard deviations on each side of a normal 90 % interval."""
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, repr=False)
+class Estimate(Predicted):
     """A predicted step. Times are seconds unless a name says otherwise.
 
     Attributes
@@ -60,50 +55,6 @@ class Estimate:
     step: Step
     timed: Timed
     assumptions: tuple[str, ...] = ()
-
-    @property
-    def graph(self) -> Graph:
-        """The workload: ops and edges, of one rank for each pipeline stage, which stands for all that are equal."""
-        return self.timed.graph
-
-    @cached_property
-    def result(self) -> Result:
-        """The replayed graph."""
-        return self.timed.result
-
-    @property
-    def step_ns(self) -> int:
-        """Time of a step."""
-        return self.timed.step_ns
-
-    @property
-    def step_s(self) -> float:
-        """Time of a step."""
-        return self.step_ns / 1e9
-
-    @cached_property
-    def spread(self) -> float:
-        """Standard deviation of the step time's logarithm.
-
-        That of sources which nothing was fitted on, and beside it the intervals of what data sheets alone price on the
-        critical path; of one family, all err together.
-        """
-        path = self.result.path.filter(pl.col("path_ns") > 0)
-        rows = self.step.table[self.step.row[path["op_id"].to_numpy()]].with_columns(path["path_ns"])
-        width = (pl.col("high_us") / pl.col("low_us")).log() / (2 * NORMAL_90)
-        unmeasured = rows.filter((pl.col("basis") == "data sheet") & (pl.col("low_us") > 0))
-        by_family = unmeasured.group_by("family").agg(err=(pl.col("path_ns") * width).sum() / self.step_ns)
-        return math.hypot(self.surcharges.spread, *by_family["err"])
-
-    @property
-    def low_s(self) -> float:
-        """Lower end of the nominal 90 % interval."""
-        return self.step_s * math.exp(-NORMAL_90 * self.spread)
-
-    @property
-    def high_s(self) -> float:
-        """Upper end of it."""
-        return self.step_s * math.exp(NORMAL_90 * self.spread)
 
     @property
     def tokens_per_s(self) -> float:
@@ -139,26 +90,10 @@ class Estimate:
         return self.cluster.gpu_sheet.peak(self.train.dtype) * self.cluster.gpus * self.step_s
 
     @cached_property
-    def breakdown(self) -> pl.DataFrame:
-        """Parts of the step on each pipeline rank, as `ln.breakdown` gives them."""
-        parts: pl.DataFrame = breakdown(self.result)
-        return parts
-
-    @cached_property
     def bubble(self) -> float:
         """Share of the step in which a rank waits for others, the mean of ranks."""
         waits = self.breakdown.filter(pl.col("part").is_in(["other", "exposed_wait", "unexplained"]))
         return float(waits["share"].sum()) / self.layout.pp
-
-    @cached_property
-    def basis(self) -> pl.DataFrame:
-        """`basis` ("measured", "transferred", "data sheet", "waiting") and `share` of the critical path."""
-        path = self.result.path.filter(pl.col("path_ns") > 0)
-        rows = self.step.table[self.step.row[path["op_id"].to_numpy()]].select("basis", time=path["path_ns"])
-        shares = rows.group_by("basis").agg(share=pl.col("time").sum() / self.step_ns)
-        rest = pl.DataFrame({"basis": "waiting", "share": max(0.0, 1 - float(shares["share"].sum()))})
-        every: pl.DataFrame = pl.concat([shares, rest])
-        return every.sort("share", descending=True)
 
     @cached_property
     def memory(self) -> pl.DataFrame:
@@ -170,54 +105,31 @@ class Estimate:
         """Memory that the fullest rank needs."""
         return int(self.memory.group_by("stage").agg(pl.col("bytes").sum())["bytes"].max() or 0)  # type: ignore[arg-type]
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What should make a reader careful."""
-        return tuple(self._warnings())
-
     def _warnings(self) -> Iterator[str]:
         sheet = self.cluster.gpu_sheet
         if self.peak_bytes > sheet.memory_bytes:
             yield (
                 f"needs {format_bytes(self.peak_bytes)} of memory; {sheet.name} has {format_bytes(sheet.memory_bytes)}"
             )
-        shares = dict(self.basis.rows())
-        if (unmeasured := shares.get("data sheet", 0.0)) > UNMEASURED:
-            yield f"{unmeasured:.0%} of the critical path is priced by data sheets alone: nothing like it was measured"
         asked, known = self.train.attention, self.step.table.filter(op="attention")["family"].unique()
         if self.train.flash and asked and len(known) and not known.str.ends_with(asked).all():
             yield f"attention {asked!r} has no price here: it is priced as {known.item(0)}"
-        host = self.breakdown.filter(pl.col("part") == "host_bound")["share"].max()
-        if isinstance(host, float) and host > UNMEASURED:
-            yield f"the host is late for {host:.0%} of the step: launch_us and kernels of Training decide"
-
-    def __repr__(self) -> str:
-        return text_table(self._summary(), caption=self._caption())
-
-    def _repr_html_(self) -> str:
-        return html_table(self._summary(), caption=self._caption())
+        yield from super()._warnings()
 
     def _caption(self) -> str:
         on = f"{self.cluster.gpus} x {self.cluster.gpu_sheet.name}"
         return f"A step of {self.model.name or 'the model'} on {on}: {format_ns(self.step_ns)}"
 
     def _summary(self) -> pl.DataFrame:
-        low, high = format_ns(round(self.low_s * 1e9)), format_ns(round(self.high_s * 1e9))
         rows = [
-            ("step", f"{format_ns(self.step_ns)} ({low} to {high})"),
+            self._interval(),
             ("tokens/s", f"{self.tokens_per_s:,.0f} ({self.tokens_per_s_per_gpu:,.0f} a GPU)"),
             ("MFU, HFU", f"{self.mfu:.1%}, {self.hfu:.1%}"),
             ("bubble", f"{self.bubble:.1%}"),
             ("memory", f"{format_bytes(self.peak_bytes)} of {format_bytes(self.cluster.gpu_sheet.memory_bytes)}"),
-            ("priced by", ", ".join(f"{basis} {share:.0%}" for basis, share in self.basis.rows())),
-            *(("warning", text) for text in self.warnings),
-            *(("assumed", text) for text in self.assumptions),
+            *self._trust(),
         ]
         return pl.DataFrame(rows, schema=["what", "value"], orient="row")
-
-
-UNMEASURED = 0.1
-"""Share of a step from which on it is worth a warning."""
 
 
 def estimate(
