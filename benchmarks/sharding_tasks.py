@@ -13,6 +13,7 @@ import polars as pl
 
 from lumos_nb import datasets
 from lumos_nb.embedding_tables import BINS, Floats, complete_tables, reuse_factor, zipf_indices
+from lumos_nb.errors import LayoutError
 from lumos_nb.workloads.dlrm.plan import Plan
 
 MAX_DIMS = (4, 8, 16, 32, 64, 128)
@@ -37,7 +38,7 @@ class Task(NamedTuple):
 
 @cache
 def pool() -> pl.DataFrame:
-    """Tables that tasks draw from, without their dims.
+    """Tables that tasks draw from, without their dims; `alpha` is of the Zipf distribution of a table's indices.
 
     The public lists of tables have neither rows nor lookups; so MLPerf's tables that fit are here, and others drawn to
     have the mean lookups of the list of 2021: log-normal, with Zipf's indices.
@@ -56,7 +57,7 @@ def pool() -> pl.DataFrame:
         reuse_factor(zipf_indices(rows, max(1, round(BATCH * pooling)), alpha, rng))
         for rows, pooling, alpha in every.rows()
     ]
-    return every.select("rows", "pooling").hstack(pl.DataFrame(np.array(bins), schema=list(BINS)))
+    return every.hstack(pl.DataFrame(np.array(bins), schema=list(BINS)))
 
 
 def drawn_tasks(devices: int, max_dim: int, count: int) -> list[Task]:
@@ -84,9 +85,7 @@ def torchrec_plan(task: Task, memory_bytes: float) -> Plan:
     Raises
     ------
     LayoutError
-        A device would hold more than it may: TorchRec counts memory otherwise.
-    RuntimeError
-        TorchRec finds none.
+        TorchRec finds none, or a device would hold more than it may: TorchRec counts memory otherwise.
     """
     planner, config, modules, types = (
         importlib.import_module(f"torchrec.{name}")
@@ -118,9 +117,13 @@ def torchrec_plan(task: Task, memory_bytes: float) -> Plan:
         for row in rows
     }
     topology = planner.Topology(world_size=task.devices, compute_device="cuda", hbm_cap=int(memory_bytes))
-    made = planner.EmbeddingShardingPlanner(
+    asked = planner.EmbeddingShardingPlanner(
         topology=topology, batch_size=BATCH // task.devices, constraints=constraints
-    ).plan(bags, [sharders.EmbeddingBagCollectionSharder()])
+    )
+    try:
+        made = asked.plan(bags, [sharders.EmbeddingBagCollectionSharder()])
+    except kernels.PlannerError as error:
+        raise LayoutError(f"TorchRec finds no plan: {error}") from error
     return Plan.of(task.tables, _shards(made), [MEMORY_BYTES] * task.devices)
 
 
