@@ -31,6 +31,7 @@ from benchmarks.pipelines import pipeline_rows
 from benchmarks.rows import ACCURACY, Row, record
 from benchmarks.schedule_prediction import schedule_rows
 from benchmarks.scores import coverage_rows, mechanistic_rows, noise, percent
+from benchmarks.synthesis_accuracy import synthesis_rows
 from benchmarks.trace_accuracy import trace_kernel_rows
 from lumos_nb import datasets
 from lumos_nb.critical_path import replay
@@ -169,7 +170,7 @@ def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:
 
 def main() -> None:
     """Measure what is at hand and write it down."""
-    rows = [*bundled_rows(), *kernel_rows(), *cpu_rows(), *intervention_rows()]
+    rows = [*bundled_rows(), *kernel_rows(), *cpu_rows(), *intervention_rows(), *synthesis_rows()]
     rows += [*dlrm_rows(), *traced_rows(), *nlp_rows()]
     rows += embedding_rows()
     if TRACES.is_dir():

@@ -45,12 +45,12 @@ def test_a_sequence_seen_is_certain_and_chances_sum_to_one():
 def test_a_net_learns_to_count():
     """Five times round a loop, then out: a chain of order 3 cannot know when, the net is told how often."""
     sentence = np.array([0, 1, 2] * 5 + [3], np.int64)
-    net = SequenceNet.fit([sentence], [0], [4], 4, seed=1, epochs=100)
+    net = SequenceNet.fit([sentence], [0], [4], 4, seed=1, epochs=60)
     bits = -np.log2(net.chances(sentence, 0)).mean()
     chain = NGrams.fit([sentence.tolist()] * 4)
     assert bits < 0.1
     assert bits < -np.log2(chain.chances(sentence.tolist())).mean()
-    again = SequenceNet.fit([sentence], [0], [4], 4, seed=1, epochs=100)
+    again = SequenceNet.fit([sentence], [0], [4], 4, seed=1, epochs=60)
     assert np.array_equal(net.chances(sentence, 0), again.chances(sentence, 0))
 
 

@@ -15,8 +15,8 @@ from lumos_nb.exchange.chakra.words import Link, Sentence
 
 Floats = NDArray[np.float64]
 
-KNOTS = 33
-"""Quantiles that are kept of each distribution: the extremes, and every 32nd part between."""
+KNOTS = 65
+"""Quantiles that are kept of each distribution: the extremes, and every 64th part between."""
 SEEN = {
     "run": pl.String(),
     "step": pl.Int64(),
@@ -33,19 +33,27 @@ SEEN = {
 class Durations:
     """Durations by run, word and message size, with what they have in common on a rank and between ranks.
 
-    A duration is a quantile of its own distribution; the normal score of that quantile is the sum of a part that a
-    rank's whole step shares, one that equal words of all ranks share, and its own (a Gaussian copula). Quantiles
-    between two observed ones are interpolated by the logarithm of the time.
+    A duration is a quantile of its own distribution; the normal score of that quantile is the sum of what is usual at
+    its place (the first linear layer of a step, the second), a part that a rank's whole step shares, one that equal
+    places of all ranks share in that step, and its own (a Gaussian copula). Quantiles are Hazen's, linear in time
+    between observed ones, which keeps the mean: what a step takes is a sum.
 
     Attributes
     ----------
     knots
-        Run ("" for all), word, size (-1 for all) -> quantiles of log(1 + ns).
+        Run ("" for all), word, size (-1 for all) -> quantiles in ns.
+    usual
+        Run, word, how manieth of its like -> mean score, drawn towards 0 the more, the more scores of one place differ
+        (empirical Bayes).
+    spread
+        Run, word -> variance of the rest, so that all scores of a word together have variance 1.
     of_rank, of_place
-        Shares of the variance that words of one rank's step have in common, and equal places of several ranks.
+        Shares of the rest that words of one rank's step have in common, and equal places of several ranks.
     """
 
     knots: Mapping[tuple[str, int, int], Floats]
+    usual: Mapping[tuple[str, int, int], float]
+    spread: Mapping[tuple[str, int], float]
     of_rank: float
     of_place: float
 
@@ -56,28 +64,38 @@ class Durations:
         at = np.linspace(0, 1, KNOTS)
         for run, size in ((pl.col("run"), pl.col("size_bytes")), (pl.col("run"), pl.lit(-1)), (pl.lit(""), pl.lit(-1))):
             for *key, durations in seen.group_by(run, "word", size.alias("size")).agg("dur_ns").iter_rows():
-                knots[key[0], key[1], key[2]] = np.quantile(np.log1p(np.sort(durations)), at)
-        return cls(knots, *_in_common(seen))
+                knots[key[0], key[1], key[2]] = np.quantile(durations, at, method="hazen")
+        scores = _scores(seen)
+        places = ["run", "word", "nth"]
+        within = scores.select(pl.col("z").var().over(places)).to_series().mean()
+        alike = within / max(1 - within, 1e-3) if isinstance(within, float) else 1.0
+        usual = scores.group_by(places).agg(mean=pl.col("z").sum() / (pl.len() + alike))
+        rest = scores.join(usual, on=places).with_columns(z=pl.col("z") - pl.col("mean"))
+        spread = rest.group_by("run", "word").agg(left=(1 - (pl.col("mean") ** 2).mean()).clip(0))
+        by_place = {(of, word, nth): mean for of, word, nth, mean in usual.iter_rows()}
+        return cls(knots, by_place, {(of, word): left for of, word, left in spread.iter_rows()}, *_in_common(rest))
 
     def draw(self, run: str, ranks: Sequence[tuple[list[int], list[int]]], rng: np.random.Generator) -> list[Floats]:
         """Durations in ns of every rank's words, given with their message sizes (0 without)."""
         places: dict[tuple[int, int], float] = {}
-        own = 1 - self.of_rank - self.of_place
         drawn = []
         for words, sizes in ranks:
-            nth, common, score = Counter[int](), np.empty(len(words)), rng.standard_normal()
+            nth, score = Counter[int](), rng.standard_normal()
+            common, usual = np.empty((2, len(words)))
             for i, word in enumerate(words):
                 place = (word, nth[word])
                 if place not in places:
                     places[place] = float(rng.standard_normal())
-                common[i] = places[place]
+                common[i], usual[i] = places[place], self.usual.get((run, *place), 0.0)
                 nth[word] += 1
-            z = self.of_rank**0.5 * score + self.of_place**0.5 * common + own**0.5 * rng.standard_normal(len(words))
+            own = (1 - self.of_rank - self.of_place) ** 0.5 * rng.standard_normal(len(words))
+            rest = self.of_rank**0.5 * score + self.of_place**0.5 * common + own
+            z = usual + np.array([self.spread.get((run, word), 1.0) for word in words]) ** 0.5 * rest
             quantile = ndtr(z) * (KNOTS - 1)
             of_words = np.array([self._knots(run, *word) for word in zip(words, sizes, strict=True)])
             low = np.minimum(quantile.astype(np.int64), KNOTS - 2)
             at, share = np.arange(len(words)), quantile - low
-            drawn.append(np.expm1((1 - share) * of_words[at, low] + share * of_words[at, low + 1]))
+            drawn.append((1 - share) * of_words[at, low] + share * of_words[at, low + 1])
         return drawn
 
     def _knots(self, run: str, word: int, size: int) -> Floats:
@@ -87,19 +105,23 @@ class Durations:
         return self.knots["", word, -1] if found is None else found
 
 
-def _in_common(seen: pl.DataFrame) -> tuple[float, float]:
-    """Shares of the variance of normal scores that a rank's step and that a place have in common (moments)."""
+def _scores(seen: pl.DataFrame) -> pl.DataFrame:
+    """`seen` with the normal score `z` of each duration among those of its word; without words that do not vary."""
     of = ["run", "word", "size_bytes"]
     rank = (pl.col("dur_ns").rank().over(of) - 0.5) / pl.len().over(of)
-    varied = seen.with_columns(quantile=rank).filter(
-        (pl.len().over(of) > 4) & (pl.col("dur_ns").n_unique().over(of) > 1)
-    )
-    if varied.is_empty():
+    varied = (pl.len().over(of) > 4) & (pl.col("dur_ns").n_unique().over(of) > 1)
+    scored = seen.with_columns(quantile=rank).filter(varied)
+    return scored.with_columns(z=pl.Series(ndtri(scored["quantile"].to_numpy()), dtype=pl.Float64))
+
+
+def _in_common(scores: pl.DataFrame) -> tuple[float, float]:
+    """Shares of the scores' variance that a rank's step has in common, and that a place has (moments)."""
+    if scores.is_empty():
         return 0.0, 0.0
-    varied = varied.with_columns(z=pl.Series(ndtri(varied["quantile"].to_numpy())))
-    steps = varied.group_by("run", "step", "rank").agg(mean=pl.col("z").mean(), n=pl.len())
-    of_rank = max(0.0, float(((steps["mean"] ** 2) - 1 / steps["n"]).mean()))  # type: ignore[arg-type]
-    left = varied.with_columns(z=pl.col("z") - pl.col("z").mean().over("run", "step", "rank"))
+    variance = float((scores["z"] ** 2).mean())  # type: ignore[arg-type]
+    steps = scores.group_by("run", "step", "rank").agg(mean=pl.col("z").mean(), n=pl.len())
+    of_rank = max(0.0, float(((steps["mean"] ** 2) - variance / steps["n"]).mean()))  # type: ignore[arg-type]
+    left = scores.with_columns(z=pl.col("z") - pl.col("z").mean().over("run", "step", "rank"))
     places = left.group_by("run", "step", "word", "nth").agg(
         total=pl.col("z").sum(), squares=(pl.col("z") ** 2).sum(), n=pl.len()
     )
@@ -107,8 +129,9 @@ def _in_common(seen: pl.DataFrame) -> tuple[float, float]:
         product=(pl.col("total") ** 2 - pl.col("squares")).sum(), count=(pl.col("n") * (pl.col("n") - 1)).sum()
     )
     product, count = pairs.row(0)
-    of_place = max(0.0, product / count) if count else 0.0
-    return min(of_rank, 0.9), min(of_place, max(0.0, 0.99 - min(of_rank, 0.9)))
+    of_rank = min(of_rank, variance)
+    of_place = min(max(0.0, product / count) if count else 0.0, variance - of_rank)
+    return of_rank / variance, of_place / variance
 
 
 @dataclass(frozen=True, slots=True)
