@@ -2,6 +2,7 @@
 
     python -m benchmarks.benchmark_programs                 all kinds, LAUNCHES each; or name some: gpt ddp
     python -m benchmarks.benchmark_programs --launches 2
+    python -m benchmarks.benchmark_programs --speed         how long making and starting a program takes
 
 A step is captured once (its profile gives the coverage), a program is generated, and then original and program are
 launched in turns, unprofiled, each in processes of its own: a launch is the median of its steps. The row is the median
@@ -27,10 +28,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.captured_models import ALONE, ON_TWO, Step
-from benchmarks.rows import ACCURACY, Row, read, record
+from benchmarks.rows import ACCURACY, RESULTS, Row, read, record
+from datasets import gpt
 from lumos_nb import benchmark
 from lumos_nb.exchange.benchmark.tables import Workload
 from lumos_nb.recorder import capture
+from lumos_nb.traces.execution_trace import load_execution_trace
 
 GROUP = "benchmark_programs"
 LAUNCHES, STEPS, WARMUP = 10, 15, 3
@@ -118,6 +121,34 @@ def rows_of(kind: str, launches: int) -> Iterator[Row]:
               target=f"<= {max(10.0, 100 * spread):.1f}", note=note)  # fmt: skip
 
 
+def speed_rows() -> Iterator[Row]:
+    """How long it takes to make a program of 15,000 nodes, and to start it."""
+    config = gpt.GptConfig(layers=22, hidden=32, heads=2, vocab=96, seq=16, batch=2)
+    with tempfile.TemporaryDirectory() as name:
+        folder, step = Path(name), gpt.single(config)
+        with capture(folder / "capture", steps=1, warmup=1, timed=1, device="cpu") as recorder:
+            for _ in recorder.wrap(range(recorder.total_steps)):
+                step()
+        trace = load_execution_trace(folder / "capture" / "rank-0.et.json.gz")
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            benchmark.generate(trace.path, folder / "program")
+            seconds.append(time.perf_counter() - began)
+        program = [str(folder / "program" / "bench.py"), "--device", "cpu", "--iterations", "1", "--warmup", "0"]
+        started = [seconds_of(program) - seconds_of(["-c", "import torch"]) for _ in range(3)]
+    note = f"{len(trace.nodes):,} nodes"
+    yield Row("benchmark_speed/generate", min(seconds), "s", target="<= 3", note=f"{note}, reading included")
+    yield Row("benchmark_speed/start", min(started), "s", target="<= 5", note=f"{note}, one iteration, beyond torch")
+
+
+def seconds_of(command: list[str]) -> float:
+    """Wall time of a process of this Python."""
+    began = time.perf_counter()
+    launch("", *command)
+    return time.perf_counter() - began
+
+
 def main() -> None:
     """Measure the kinds that are named, or all; rows of others stay as they are."""
     parser = argparse.ArgumentParser()
@@ -125,10 +156,20 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=LAUNCHES)
     parser.add_argument("--original", metavar="KIND")
     parser.add_argument("--capture", default="", metavar="FOLDER")
+    parser.add_argument(
+        "--speed", action="store_true", help="how long making and starting a program takes; results.json"
+    )
     parser.add_argument("--dry", action="store_true", help="print the rows, and keep accuracy.json")
     arguments = parser.parse_args()
     if arguments.original:
         original(arguments.original, arguments.capture)
+        return
+    if arguments.speed:
+        rows = [*speed_rows()]
+        for row in rows:
+            print(f"{row.name:50} {row.value:8.2f} s {row.target} {row.note}")
+        if not arguments.dry:
+            record(RESULTS, rows)
         return
     kinds = arguments.kinds or [*ALONE, *ON_TWO]
     rows = []
