@@ -27,6 +27,7 @@ from lumos_nb.workloads.dlrm.pieces import SPREAD, Floats, Pieces
 from lumos_nb.workloads.dlrm.plan import Plan, row_blocks
 from lumos_nb.workloads.dlrm.refining import refined
 from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts
+from lumos_nb.workloads.llm.estimates import require_kinds
 
 SPLITS = ("column_wise", *SPREAD)
 STALE = 3
@@ -102,12 +103,21 @@ def shard(
     LayoutError
         A table cannot be (no rows, a negative pooling), has no finite price, or finds no room however it is cut; the
         message names it. Or costs, memory or splits do not go with the cluster.
+    InputError
+        The cluster or the costs are of another kind.
 
     Examples
     --------
-    >>> costs = ShardingCosts.of(lookups, cluster, batch=65536)                              # doctest: +SKIP
-    >>> plan = ln.shard(tables, cluster, costs)                                              # doctest: +SKIP
+    >>> from lumos_nb.costs.embeddings import PhysicalLookup
+    >>> cluster = Cluster(gpu="H100-SXM-80GB", gpus_per_node=4, inside="NVLink4 NVSwitch")
+    >>> costs = ShardingCosts.of(PhysicalLookup.of_sheet(cluster.gpu_sheet), cluster, batch=65536)
+    >>> tables = pl.DataFrame({"rows": [10**6] * 5, "dim": [128, 64, 64, 32, 128], "pooling": [20.0, 5, 5, 80, 9]})
+    >>> plan = shard(tables, cluster, costs)
+    >>> together = Plan.of(tables, pl.DataFrame({"table": list("01234"), "device": 0}), [4e9] * 4)
+    >>> plan.total_us < costs.price(together).total_us
+    True
     """
+    require_kinds(cluster=(cluster, Cluster), costs=(costs, ShardingCosts))
     frame = complete_tables(tables)
     memory = _memory(cluster, costs, memory_bytes)
     if unknown := set(splits) - set(SPLITS):
@@ -118,10 +128,7 @@ def shard(
     grid = np.array([*np.linspace(1.0, 1.5, caps), np.inf])
     search = _Search(frame, GridSearch(pieces, costs, memory, grid), frozenset(splits), candidates)
     found = search.beam_search(beam, rounds)
-    best = min(
-        (search.refined(state) for state in (*found, *search.by_rules(optimizer, seed))),
-        key=_rank,
-    )
+    best = min((search.refined(state) for state in (*found, *search.by_rules(seed))), key=_rank)
     if best.unplaced_bytes:
         raise search.no_room(best, optimizer)
     plans = [search.plan(best, optimizer, merged=merged) for merged in (True, False)]
@@ -133,7 +140,10 @@ def _memory(cluster: Cluster, costs: ShardingCosts, memory_bytes: float | Sequen
     if len(costs.speed) != cluster.gpus:
         raise LayoutError(f"the costs are of {len(costs.speed)} devices, the cluster has {cluster.gpus}.")
     given = ROOM * cluster.gpu_sheet.memory_bytes if memory_bytes is None else memory_bytes
-    memory = np.asarray(given, dtype=np.float64)
+    try:
+        memory = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        memory = np.zeros(())
     if memory.shape not in ((), (cluster.gpus,)) or not (memory > 0).all():
         raise LayoutError(f"memory_bytes is {memory_bytes!r:.80}: give positive bytes, for all or each of the devices.")
     return np.broadcast_to(memory, cluster.gpus)
@@ -279,7 +289,7 @@ class _Search:
             )
         return found
 
-    def by_rules(self, optimizer: str, seed: int) -> list[State]:
+    def by_rules(self, seed: int) -> list[State]:
         """Whole tables as the heuristics place them, of those that find room: the best, and the one that has it."""
         whole = np.arange(self.tables.height)
         size, memory = self.grid.pieces.size_bytes[whole], self.grid.memory_bytes
