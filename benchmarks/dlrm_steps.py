@@ -1,6 +1,7 @@
 """Steps of random DLRMs on this machine, predicted from calibration, beside measured: alone and on two ranks.
 
-    python -m benchmarks.dlrm_steps
+    python -m benchmarks.dlrm_steps 1      alone, two minutes on a quiet machine
+    python -m benchmarks.dlrm_steps 2      on two ranks, three minutes
 
 Tasks are drawn by the rules of Lin et al. (TPDS 2024), scaled down to a core: 13 tables a rank, give or take 30 %, half
 of the tasks heavy (20 lookups a sample and table or more), widths of powers of two, four batch sizes. One process holds
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -48,7 +50,8 @@ from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining
 from lumos_nb.workloads.dlrm.plan import Plan
 from lumos_nb.workloads.llm.surcharges import Surcharges
 
-TASKS, LAUNCHES, ROUNDS, STEPS = 24, 3, 12, 2
+TASKS, LAUNCHES, STEPS = 24, 3, 2
+ROUNDS = {1: 12, 2: 8}
 BATCHES, DIMS = (256, 512, 1024, 2048), (16, 32, 64, 128)
 BUFFER_BYTES = 2**30
 MOST_LOOKED_UP = 3e7
@@ -124,13 +127,13 @@ def _launch(rank: int, ranks: int, folder: str, rounds: int) -> None:
 
 
 @cache
-def measured(ranks: int, launches: int = LAUNCHES, rounds: int = ROUNDS) -> pl.DataFrame:
+def measured(ranks: int, launches: int = LAUNCHES, rounds: int | None = None) -> pl.DataFrame:
     """`launch`, `round`, `task`, `wall_ns` (the slowest rank's), `cpu_ns` of every turn."""
     mp: Any = torch.multiprocessing
     found = []
     for launch in range(launches):
         with tempfile.TemporaryDirectory() as folder:
-            mp.start_processes(_launch, (ranks, folder, rounds), ranks, start_method="spawn")
+            mp.start_processes(_launch, (ranks, folder, rounds or ROUNDS[ranks]), ranks, start_method="spawn")
             turns = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
         frame = pl.DataFrame(
             [turn for of in turns for turn in of], schema=["round", "task", "wall_ns", "cpu_ns"], orient="row"
@@ -275,10 +278,12 @@ def dlrm_rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print the rows."""
-    for row in dlrm_rows():
+    """Print the rows of so many ranks as the command line says, and how long it took."""
+    started = time.monotonic()
+    for row in task_rows(int(sys.argv[1])) if sys.argv[1:] else dlrm_rows():
         beside = f"{row.baseline} {row.baseline_value:.2f}" if row.baseline_value is not None else ""
         print(f"{row.name:46} {row.value:7.2f} {row.unit:3} {beside:24} noise {row.noise or 0:5.2f}  {row.note}")
+    print(f"{time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -104,10 +104,12 @@ def traced_rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print the rows."""
+    """Print the rows, and how long it took."""
+    started = time.monotonic()
     for row in traced_rows():
         beside = f"{row.baseline} {row.baseline_value:.2f}" if row.baseline_value is not None else ""
         print(f"{row.name:38} {row.value:7.2f} {row.unit:3} {beside:36} noise {row.noise or 0:5.2f}  {row.note}")
+    print(f"{time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

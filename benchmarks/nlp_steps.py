@@ -149,10 +149,12 @@ def nlp_rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print the rows."""
+    """Print the rows, and how long it took."""
+    started = time.monotonic()
     for row in nlp_rows():
         beside = f"{row.baseline} {row.baseline_value:.2f}" if row.baseline_value is not None else ""
         print(f"{row.name:30} {row.value:7.2f} {row.unit:3} {beside:24} noise {row.noise or 0:5.2f}  {row.note}")
+    print(f"{time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":
