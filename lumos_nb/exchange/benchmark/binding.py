@@ -345,8 +345,6 @@ class Bench:
         """What takes the place of a call that cannot be made: reads what it read, writes what it wrote, once."""
         values, (dead, kept) = self.values, self.ends(at, call)
         slots = [slot for slot in slots_in([*call["in"].values()]) if values[slot] is not None]
-        if any(slot in self.made and self.last[slot] < at for slot in slots):
-            slots = []
         made = []
         for _, slot in kept:
             memory, _, shape, strides, dtype = self.slots[slot]
