@@ -25,7 +25,7 @@ UNSEEN = "gpt-tp"
 LEARNED, HELD_OUT = slice(1, 6), slice(6, 10)
 """Which of a run's steps; the first is disturbed by the profiler's own start."""
 DRAWS = 4
-EPOCHS = 30
+EPOCHS = 40
 SHOWN = {
     "duration of compute": "KS",
     "duration of gaps of threads": "KS",
