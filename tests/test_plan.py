@@ -107,7 +107,7 @@ def test_a_full_device_is_named_with_its_largest_table():
 
 def test_tables_of_one_name_are_refused():
     twice = pl.concat([TABLES, TABLES.head(1)])
-    with pytest.raises(LayoutError, match="'users' .* is there twice"):
+    with pytest.raises(LayoutError, match=r"'users' .* is there twice"):
         Plan.of(twice, pl.DataFrame({"table": ["users"], "device": [1]}), ROOM)
 
 

@@ -81,10 +81,9 @@ def shard(
         Its GPUs are the devices.
     costs
         What plans are priced by, for as many devices: of `ShardingCosts.of` or `pretrain`.
-    memory_bytes
-        What each device may hold, one number or one a device; by default `ROOM` of its data sheet's.
-    optimizer
-        Whose state counts, of `STATE_BYTES`.
+    memory_bytes, optimizer
+        What each device may hold, one number or one a device, by default `ROOM` of its data sheet's; and whose state
+        counts, of `STATE_BYTES`.
     splits
         Which kinds of split may be tried, of `SPLITS`.
     beam, candidates, rounds, caps
@@ -113,26 +112,29 @@ def shard(
     >>> costs = ShardingCosts.of(PhysicalLookup.of_sheet(cluster.gpu_sheet), cluster, batch=65536)
     >>> tables = pl.DataFrame({"rows": [10**6] * 5, "dim": [128, 64, 64, 32, 128], "pooling": [20.0, 5, 5, 80, 9]})
     >>> plan = shard(tables, cluster, costs)
-    >>> together = Plan.of(tables, pl.DataFrame({"table": list("01234"), "device": 0}), [4e9] * 4)
-    >>> plan.total_us < costs.price(together).total_us
-    True
+    >>> plan.frame["table"].n_unique()
+    5
     """
     require_kinds(cluster=(cluster, Cluster), costs=(costs, ShardingCosts))
-    frame = complete_tables(tables)
-    memory = _memory(cluster, costs, memory_bytes)
-    if unknown := set(splits) - set(SPLITS):
-        raise LayoutError(f"splits has {', '.join(sorted(unknown))}; give some of {', '.join(SPLITS)}.")
-    if min(beam, candidates, caps) < 1 or rounds < 0 or not frame.height:
-        raise LayoutError("give a table, and a beam, candidates and caps of 1 or more.")
-    pieces = Pieces.of(frame, costs, optimizer)
+    frame, memory = complete_tables(tables), _memory(cluster, costs, memory_bytes)
+    _require(frame, splits, beam, candidates, rounds, caps)
     grid = np.array([*np.linspace(1.0, 1.5, caps), np.inf])
-    search = _Search(frame, GridSearch(pieces, costs, memory, grid), frozenset(splits), candidates)
+    inner = GridSearch(Pieces.of(frame, costs, optimizer), costs, memory, grid)
+    search = _Search(frame, inner, frozenset(splits), candidates)
     found = search.beam_search(beam, rounds)
     best = min((search.refined(state) for state in (*found, *search.by_rules(seed))), key=_rank)
     if best.unplaced_bytes:
         raise search.no_room(best, optimizer)
     plans = [search.plan(best, optimizer, merged=merged) for merged in (True, False)]
     return min((costs.price(plan) for plan in plans), key=lambda plan: plan.total_us)
+
+
+def _require(frame: pl.DataFrame, splits: Sequence[str], beam: int, candidates: int, rounds: int, caps: int) -> None:
+    """Raise LayoutError for a split that is none, and for sizes of a search that finds nothing."""
+    if unknown := set(splits) - set(SPLITS):
+        raise LayoutError(f"splits has {', '.join(sorted(unknown))}; give some of {', '.join(SPLITS)}.")
+    if min(beam, candidates, caps) < 1 or rounds < 0 or not frame.height:
+        raise LayoutError("give a table, and a beam, candidates and caps of 1 or more.")
 
 
 def _memory(cluster: Cluster, costs: ShardingCosts, memory_bytes: float | Sequence[float] | None) -> Floats:
