@@ -264,7 +264,8 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def of_sums(self, sums: Floats) -> Floats:
         """Forward and backward microseconds from sums of parts: (m, k) -> (m, 2)."""
-        priced: Floats = np.column_stack([np.ones(len(sums)), sums]) @ np.array([self.forward_us, self.backward_us]).T
+        of_call, *of_parts = np.array([self.forward_us, self.backward_us]).T
+        priced: Floats = sums @ np.array(of_parts) + of_call
         return priced
 
 

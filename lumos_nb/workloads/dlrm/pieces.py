@@ -94,10 +94,13 @@ class Pieces:
 def _spread_parts(tables: pl.DataFrame, blocks: Ints, costs: ShardingCosts) -> Floats:
     """[tables, kinds of SPREAD, devices, k]: a device has its rows' share of the lookups, or its share of the batch."""
     devices = blocks.shape[1]
-    every, device = np.arange(len(blocks)).repeat(devices), np.tile(np.arange(devices), len(blocks))
-    rows = pl.Series("rows", np.maximum(blocks, 1)[every, device])
-    share = rows / tables["rows"][every]
-    by_row = costs.parts(tables[every].with_columns(rows, pooling=pl.col("pooling") * share))
-    by_row = by_row.reshape(*blocks.shape, -1)
-    copies = np.broadcast_to(costs.parts(tables, 1 / devices)[:, None], by_row.shape)
+    first, last = (_row_parts(tables, blocks[:, at], costs) for at in (0, -1))  # all but the last block are alike
+    by_row = first[:, None].repeat(devices, axis=1)
+    by_row[:, -1] = last
+    copies = costs.parts(tables, 1 / devices)[:, None].repeat(devices, axis=1)
     return np.stack([by_row, copies], axis=1)
+
+
+def _row_parts(tables: pl.DataFrame, block: Ints, costs: ShardingCosts) -> Floats:
+    rows = pl.Series("rows", np.maximum(block, 1))
+    return costs.parts(tables.with_columns(rows, pooling=pl.col("pooling") * rows / tables["rows"]))
