@@ -31,6 +31,8 @@ from benchmarks.pipelines import pipeline_rows
 from benchmarks.rows import ACCURACY, Row, record
 from benchmarks.schedule_prediction import schedule_rows
 from benchmarks.scores import coverage_rows, mechanistic_rows, noise, percent
+from benchmarks.sharding import sharding_rows
+from benchmarks.sharding_measured import measured_rows
 from benchmarks.synthesis_accuracy import synthesis_rows
 from benchmarks.trace_accuracy import trace_kernel_rows
 from lumos_nb import datasets
@@ -172,7 +174,7 @@ def main() -> None:
     """Measure what is at hand and write it down."""
     rows = [*bundled_rows(), *kernel_rows(), *cpu_rows(), *intervention_rows(), *synthesis_rows()]
     rows += [*dlrm_rows(), *traced_rows(), *nlp_rows()]
-    rows += embedding_rows()
+    rows += [*embedding_rows(), *sharding_rows(), *measured_rows()]
     if TRACES.is_dir():
         rows += trace_rows()
         rows += pipeline_rows(TRACES)

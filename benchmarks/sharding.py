@@ -46,7 +46,7 @@ from lumos_nb.workloads.dlrm.sharding import shard
 from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts
 
 TORCHREC = "TorchRec"
-TASKS = 5
+TASKS = 8
 """Of each setting by default; the paper has 100."""
 SMALL, SMALL_TASKS = 7, 20
 TIMED = 60

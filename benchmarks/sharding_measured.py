@@ -24,8 +24,8 @@ from lumos_nb.embedding_tables import Floats, zipf_indices
 from lumos_nb.errors import LayoutError
 from lumos_nb.workloads.dlrm.plan import Plan
 
-DEVICES, TASKS, ROUNDS = 4, 2, 3
-MAX_DIMS = (16, 64)
+DEVICES, TASKS, ROUNDS = 4, 2, 5
+MAX_DIMS = (8, 16, 32, 64)
 MOST_BYTES = 2**31
 """Of a device's tables: plans of a task that need more are not measured."""
 SHOWN = ("search by physical", "search by both", "search by network", "search by constants", TORCHREC)
