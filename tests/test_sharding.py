@@ -192,6 +192,14 @@ def test_a_table_larger_than_a_device_is_split_and_says_why():
     assert plan.splits.row(0)[:3] == ("giant", "row_wise", 4)
 
 
+def test_large_tables_that_fit_only_in_part_by_columns_are_cut_by_rows():
+    # five tables of 5 MB and 8 devices of 3.6: eight halves leave room for no other, but for a table cut by rows
+    tables = pl.DataFrame({"rows": [10**4] * 5, "dim": [128] * 5, "pooling": [1.0] * 5})
+    plan = shard(tables, cluster(8), costs_of(8), memory_bytes=3.6 * MB)
+    assert set(plan.splits["kind"]) == {"column_wise", "row_wise"}
+    assert (plan.devices["bytes"] <= 3.6 * MB).all()
+
+
 def test_splits_beyond_columns_never_make_a_plan_worse():
     tables = pl.concat([task(12, 5), pl.DataFrame({"rows": [200] * 6, "dim": [128] * 6, "pooling": [0.1] * 6})])
     costs = costs_of(4, batch=262144)

@@ -184,7 +184,8 @@ class _Search:
                 break
             seen |= children.keys()
             states = [*_first(beam, found, spread=False), *_first(1, found, spread=True)]
-            stale = 0 if _rank(states[0]) < _rank(best[0]) or _rank(states[-1]) < _rank(best[0]) else stale + 1
+            better = min(_rank(state) for state in states) < _rank(best[0])
+            stale = 0 if better or best[0].unplaced_bytes else stale + 1
             best = sorted([*best, *states], key=_rank)[:beam]
             if stale == STALE:
                 break
@@ -213,14 +214,12 @@ class _Search:
         tried: dict[int, None] = {}
         for size in (pieces.size_bytes, pieces.alone_us):
             tried |= dict.fromkeys(free[np.argsort(-size[free], kind="stable")[: self.candidates]].tolist())
-        found = []
-        for piece in tried:
-            if pieces.half[piece] >= 0 and "column_wise" in self.splits:
-                found.append(self.halved(state, piece))
-            if piece < self.tables.height:
-                kinds = [kind for kind, name in enumerate(SPREAD) if name in self.splits]
-                found += [self.spread(state, piece, kind) for kind in kinds if self.worth[piece, kind]]
-        return found
+        halved = [piece for piece in tried if pieces.half[piece] >= 0 and "column_wise" in self.splits]
+        kinds = [kind for kind, name in enumerate(SPREAD) if name in self.splits]
+        whole = [piece for piece in tried if piece < self.tables.height or state.unplaced_bytes]
+        tables = dict.fromkeys(int(pieces.table[piece]) for piece in whole)  # split ones too, while some have no room
+        spread = [(table, kind) for table in tables for kind in kinds if self.worth[table, kind]]
+        return [*(self.halved(state, piece) for piece in halved), *(self.spread(state, *one) for one in spread)]
 
     @cached_property
     def worth(self) -> NDArray[np.bool_]:
