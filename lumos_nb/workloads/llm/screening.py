@@ -124,7 +124,7 @@ def search(
     calibration: Calibration | None = None,
     *,
     gpus: int | Sequence[int] | None = None,
-    keep: int = 100,
+    keep: int = 50,
     spare: float = SPARE,
     executor: Executor | None = None,
     progress: Progress | None = None,
