@@ -1,1 +1,20 @@
 """Workloads in the formats of others."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+
+
+def on_first_use(namespace: dict[str, object], module_of: Mapping[str, str]) -> Callable[[str], object]:
+    """`__getattr__` of a package whose names, of `module_of`, are imported when they are first used."""
+    package = namespace["__name__"]
+
+    def load(name: str) -> object:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value: object = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        namespace[name] = value
+        return value
+
+    return load

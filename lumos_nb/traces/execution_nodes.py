@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,10 +160,8 @@ def _text(path: Path) -> bytes:
 
 
 def _decoded(text: bytes) -> _Text:
-    try:
+    with suppress(*UNDECODABLE):  # as nearly all are
         return _TEXT.decode(text)
-    except UNDECODABLE:
-        pass
     try:
         return _TEXT.decode(mend(text))  # numbers that are not finite, halves of surrogate pairs
     except UNDECODABLE as error:

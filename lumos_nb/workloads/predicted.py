@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -22,7 +23,7 @@ UNMEASURED = 0.1
 """Share of a step from which on it is worth a warning."""
 
 
-class Predicted:
+class Predicted(ABC):
     """A predicted step; `Estimate` and `DlrmEstimate` say of what. Times are seconds unless a name says otherwise."""
 
     surcharges: Surcharges
@@ -109,11 +110,11 @@ class Predicted:
     def _repr_html_(self) -> str:
         return html_table(self._summary(), caption=self._caption())
 
-    def _caption(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _caption(self) -> str: ...
 
-    def _summary(self) -> pl.DataFrame:
-        raise NotImplementedError
+    @abstractmethod
+    def _summary(self) -> pl.DataFrame: ...
 
     def _interval(self) -> tuple[str, str]:
         """The row of the summary that has the time and its interval."""

@@ -7,8 +7,9 @@ first used.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lumos_nb.exchange import on_first_use
 
 if TYPE_CHECKING:
     from lumos_nb.exchange.benchmark.program import generate as generate
@@ -28,14 +29,8 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [*_MODULE_OF]
 
 if not TYPE_CHECKING:  # else a misspelt name would pass every type checker
-
-    def __getattr__(name: str) -> object:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        globals()[name] = value
-        return value
+    __getattr__ = on_first_use(globals(), _MODULE_OF)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "annotations", "importlib"})
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "annotations", "on_first_use"})
