@@ -298,6 +298,9 @@ def problems(model: Transformer, layout: Parallelism, train: Training, cluster: 
         *_of_tp(model, layout, train),
         *_complain(layout, "split" if layout.split else "pp", uneven, advice),
         *_of_batch(layout, train),
+        *_complain(
+            train, "lora", train.lora > model.hidden, f"adapters are narrow: give at most hidden ({model.hidden})"
+        ),
         *_of_experts(model, layout),
         *(_of_cluster(layout, train, cluster) if cluster else ()),
         *_complain(

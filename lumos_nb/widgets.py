@@ -19,7 +19,7 @@ import ipywidgets as ui
 import polars as pl
 
 from lumos_nb import charts, llm_charts, whatif
-from lumos_nb.config import fabrics, gpus
+from lumos_nb.config import fabrics, find_gpu, gpus
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.critical_path import Result, replay
 from lumos_nb.display import format_ns, format_share, html_table
@@ -29,7 +29,7 @@ from lumos_nb.layout import Cluster, Parallelism, Training
 from lumos_nb.partition import breakdown, compare
 from lumos_nb.traces.run import Run
 from lumos_nb.transformer import Transformer, models
-from lumos_nb.workloads.llm.estimates import Estimate, estimate
+from lumos_nb.workloads.llm.estimates import Estimate, estimate, require_kinds
 from lumos_nb.workloads.llm.schedule import CHUNKS
 from lumos_nb.workloads.llm.screening import Found, search
 
@@ -148,6 +148,7 @@ def explore(run: Run, other: Run | None = None) -> Panel:
     --------
     >>> explore(load_run(datasets.path("gpt-ddp")))  # doctest: +SKIP
     """
+    require_kinds(run=(run, Run), other=(other or run, Run))
     recordings = [Recording.of(one) for one in (run, other) if one is not None]
     steps = recordings[0].step_times().filter(~pl.col("edge"))["step"].to_list() or [*recordings[0].steps]
     ranks = tuple(recordings[0].ops["rank"].unique().sort())
@@ -233,6 +234,7 @@ def configure(model: str = "llama-3-8b", gpu: str = "H100-SXM-80GB", nodes: int 
     --------
     >>> configure("gpt3-175b", nodes=16)  # doctest: +SKIP
     """
+    Transformer.named(model), find_gpu(gpu)
     last: list[Estimate] = []
 
     def make(**values: Any) -> Estimate:
@@ -349,6 +351,7 @@ def inspect(calibration: Calibration) -> Panel:
     --------
     >>> inspect(load_calibration("H100-SXM-80GB"))  # doctest: +SKIP
     """
+    require_kinds(calibration=(calibration, Calibration))
     table = calibration.coverage()
     cells = ["all", *table["cell"].unique().sort()]
 

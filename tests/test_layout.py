@@ -61,6 +61,11 @@ def test_lumos_models_have_the_parameters_that_it_states(size, billions):
     assert Transformer.named(f"lumos-{size}").size / 1e9 == pytest.approx(billions, rel=0.025)
 
 
+def test_adapters_are_narrower_than_the_model() -> None:
+    train = Training(micro_batch=1, global_batch=8, seq=2048, lora=4097)
+    assert "lora is 4097" in " ".join(problems(Transformer.named("llama-3-8b"), Parallelism(), train))
+
+
 def test_an_unknown_model_is_refused_with_the_names_of_those_there_are():
     with pytest.raises(InputError, match="no model is called 'gpt5'; there are: gpt2-small"):
         Transformer.named("gpt5")

@@ -9,6 +9,7 @@ import pytest
 
 import lumos_nb as ln
 from lumos_nb import charts, datasets, widgets
+from lumos_nb.errors import LumosError
 from lumos_nb.widgets import Panel
 
 
@@ -107,3 +108,9 @@ def test_markup_in_names_stays_text() -> None:
     panel = Panel({}, lambda: None, lambda _: ["<script>alert(1)</script>"], lambda: "<b>x</b>")
     assert "<script>" not in shown(panel)[0]["text/html"]
     assert "<b>" not in panel._code.value
+
+
+def test_what_is_no_run_or_calibration_is_refused() -> None:
+    for call in (lambda: widgets.explore(None), lambda: widgets.inspect(5), lambda: widgets.configure("nope")):  # type: ignore[arg-type]
+        with pytest.raises(LumosError):
+            call()

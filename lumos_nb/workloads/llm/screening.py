@@ -195,9 +195,9 @@ def _require(
     """Raise InputError for the first argument that is of another kind than it should be."""
     require_kinds(model=(model, Transformer), cluster=(cluster, Cluster), train=(train, Training))
     require_kinds(surcharges=(surcharges or Surcharges(), Surcharges))
-    if type(keep) is not int or keep < 0:
+    if type(keep) is not int or not 0 <= keep < 2**31:
         raise InputError(f"keep={keep!r}: give how many layouts are replayed.")
-    if not isinstance(spare, float | int) or not 0 <= spare < 1:
+    if isinstance(spare, bool) or not isinstance(spare, float | int) or not 0 <= spare < 1:
         raise InputError(f"spare={spare!r}: give the share of memory to leave free, from 0 to below 1.")
     if progress is not None and not callable(progress):
         raise InputError(f"progress is {progress!r:.60}; give a function of three arguments.")

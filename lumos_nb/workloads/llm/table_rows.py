@@ -143,7 +143,7 @@ def _setup(reader: Reader) -> Setup:
     fields |= {name: value for name, value in style.fields.items() if name in Training.__struct_fields__}
     fields["bucket_bytes"] = max(fields.get("bucket_bytes", 0), style.fields.get("bucket_bytes_a_replica", 0) * dp * cp)
     train = Training(**batches, seq=reader.count("seq"), dtype=dtype, **fields)
-    if "lora" in reader.text("task"):
+    if re.search(r"\blora\b", reader.text("task")):
         reader.assume(f"adapters of rank {LORA_RANK} beside the products of attention are trained, nothing else")
         train = msgspec.structs.replace(train, lora=LORA_RANK)
     train = _recomputed(reader, model, layout, train, cluster)
