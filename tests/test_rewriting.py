@@ -20,6 +20,7 @@ from lumos_nb.graph import Graph, build_graph
 from lumos_nb.layout import Cluster, Parallelism, Training
 from lumos_nb.traces.run import Run, load_run
 from lumos_nb.transformer import Transformer
+from lumos_nb.workloads.llm.estimates import estimate
 from lumos_nb.workloads.llm.pricing import priced
 from lumos_nb.workloads.llm.retiming import KERNEL
 from lumos_nb.workloads.llm.rewriting import Rewritten, rewrite
@@ -353,3 +354,12 @@ def test_what_is_missing_is_asked_for() -> None:
     assert step_ns(rewrite(alone, layers=4)) == step_ns(edited("gpt-single", layers=4))
     with pytest.raises(InputError, match="Give the run"):
         rewrite(alone, **WIDER)
+
+
+def test_a_graph_that_nobody_measured_is_refused() -> None:
+    cluster = Cluster(gpu="H100-SXM-80GB", inside="NVLink4 NVSwitch")
+    found = estimate(
+        Transformer.named("llama-3-8b"), Parallelism(dp=8), Training(micro_batch=1, global_batch=8, seq=512), cluster
+    )
+    with pytest.raises(InputError, match="was not measured"):
+        rewrite(found.graph, layers=4)

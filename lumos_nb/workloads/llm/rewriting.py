@@ -157,6 +157,8 @@ def _start(graph: Graph, of: Setup | None) -> tuple[Graph, Setup | None, Setup |
 
     A rewritten graph that was not edited since starts from what was measured: so edits do not add up errors.
     """
+    if "operator_id" not in graph.ops.columns:
+        raise InputError("the graph was not measured: rewrite changes traced steps; estimate() the other one instead.")
     if not isinstance(graph, Rewritten):
         return graph, of, of, None
     current = of or graph.setup
