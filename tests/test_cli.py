@@ -21,7 +21,7 @@ import polars as pl
 import pytest
 
 import lumos_nb as ln
-from lumos_nb import cli
+from lumos_nb import cli, terminal
 from tests.trace_builder import repeated, write_kineto
 
 ROOT = Path(__file__).parents[1]
@@ -287,8 +287,8 @@ def test_a_closed_stream_is_no_traceback(small, closed):
 
 def test_no_more_workers_start_than_there_are_files(monkeypatch):
     started = []
-    monkeypatch.setattr(cli, "_pool", lambda jobs: started.append(jobs) or nullcontext())
-    assert list(cli._Told(10**6, print).map(str, [1, 2])) == ["1", "2"]
+    monkeypatch.setattr(terminal, "_pool", lambda jobs: started.append(jobs) or nullcontext())
+    assert list(terminal._Told(10**6, print).map(str, [1, 2])) == ["1", "2"]
     assert started == [2]
 
 
