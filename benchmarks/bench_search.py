@@ -30,7 +30,7 @@ from lumos_nb.workloads.llm.estimates import PricedStep, estimate
 from lumos_nb.workloads.llm.pass_times import Job
 from lumos_nb.workloads.llm.screening import search
 from lumos_nb.workloads.llm.step_times import screen
-from lumos_nb.workloads.llm.surcharges import bundled
+from lumos_nb.workloads.surcharges import bundled
 
 CALCULON = 219
 """Layouts a second of Calculon on one core, measured with its authors' code on a quiet machine."""

@@ -48,7 +48,7 @@ from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.estimates import DlrmEstimate, estimate_dlrm
 from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining
 from lumos_nb.workloads.dlrm.plan import Plan
-from lumos_nb.workloads.llm.surcharges import Surcharges
+from lumos_nb.workloads.surcharges import Surcharges
 
 TASKS, LAUNCHES, STEPS = 24, 3, 2
 ROUNDS = {1: 12, 2: 8}

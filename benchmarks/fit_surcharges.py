@@ -25,10 +25,11 @@ from benchmarks import published
 from benchmarks.rows import Row
 from lumos_nb import datasets
 from lumos_nb.errors import LumosError
-from lumos_nb.workloads.llm.estimates import PricedStep, prices_of
-from lumos_nb.workloads.llm.surcharges import Bundled, Surcharges, bundled
+from lumos_nb.workloads.llm.estimates import PricedStep
 from lumos_nb.workloads.llm.table_rows import read_row
 from lumos_nb.workloads.predicted import NORMAL_90
+from lumos_nb.workloads.pricing import prices_of
+from lumos_nb.workloads.surcharges import Bundled, Surcharges, bundled
 
 Floats = NDArray[np.float64]
 

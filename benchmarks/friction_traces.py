@@ -19,7 +19,7 @@ from lumos_nb.costs.names import kernel_families
 from lumos_nb.ops import build_ops
 from lumos_nb.schema import DEVICE_KINDS
 from lumos_nb.traces.run import Run, load_run
-from lumos_nb.workloads.llm.contention import overlap_ns
+from lumos_nb.workloads.contention import overlap_ns
 
 Floats = NDArray[np.float64]
 

@@ -36,7 +36,7 @@ from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.layout import Parallelism, Training
 from lumos_nb.schema import DEVICE_KINDS
 from lumos_nb.transformer import Transformer
-from lumos_nb.workloads.llm.contention import overlap_ns
+from lumos_nb.workloads.contention import overlap_ns
 from lumos_nb.workloads.llm.stages import work
 
 BESIDE = (

@@ -25,11 +25,12 @@ from benchmarks import published
 from benchmarks.llm_peers import Job, calculon_like, six_pt
 from benchmarks.rows import Row
 from lumos_nb.errors import InputError, LumosError
-from lumos_nb.workloads.llm.estimates import Brief, PricedStep, prices_of
+from lumos_nb.workloads.llm.estimates import Brief, PricedStep
 from lumos_nb.workloads.llm.memory import peak_bytes
 from lumos_nb.workloads.llm.screening import SPARE
-from lumos_nb.workloads.llm.surcharges import bundled
 from lumos_nb.workloads.llm.table_rows import read_row
+from lumos_nb.workloads.pricing import prices_of
+from lumos_nb.workloads.surcharges import bundled
 
 Floats = NDArray[np.float64]
 Predictor = Callable[[Job], tuple[float, float, float] | float]

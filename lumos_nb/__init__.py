@@ -87,9 +87,9 @@ if TYPE_CHECKING:
     from lumos_nb.workloads.llm.screening import search as search
     from lumos_nb.workloads.llm.structure import Structure as Structure
     from lumos_nb.workloads.llm.structure import find_structure as find_structure
-    from lumos_nb.workloads.llm.surcharges import Surcharges as Surcharges
     from lumos_nb.workloads.llm.table_rows import estimate_row as estimate_row
     from lumos_nb.workloads.llm.table_rows import read_row as read_row
+    from lumos_nb.workloads.surcharges import Surcharges as Surcharges
 
 _MODULES = {
     "lumos_nb.traces.run": ("Run", "load_run"),
@@ -117,7 +117,7 @@ _MODULES = {
     "lumos_nb.workloads.llm.rewriting": ("rewrite",),
     "lumos_nb.workloads.llm.structure": ("Structure", "find_structure"),
     "lumos_nb.workloads.llm.screening": ("Found", "search"),
-    "lumos_nb.workloads.llm.surcharges": ("Surcharges",),
+    "lumos_nb.workloads.surcharges": ("Surcharges",),
     "lumos_nb.workloads.llm.table_rows": ("estimate_row", "read_row"),
     "lumos_nb.workloads.dlrm.plan": ("Plan",),
     "lumos_nb.workloads.dlrm.pretraining": ("pretrain",),

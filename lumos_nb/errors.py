@@ -71,3 +71,10 @@ class ChakraError(LumosError):
 
 class BenchmarkError(LumosError):
     """A benchmark cannot be run here; the message says why and what to do."""
+
+
+def require_kinds(**given: tuple[object, type]) -> None:
+    """Raise InputError for the first argument that is of another kind than it should be."""
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            raise InputError(f"{name} is {value!r:.60}; give a {kind.__name__}.")

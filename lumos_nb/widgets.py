@@ -18,18 +18,18 @@ from typing import Any
 import ipywidgets as ui
 import polars as pl
 
-from lumos_nb import charts, llm_charts, whatif
+from lumos_nb import charts, whatif
 from lumos_nb.config import fabrics, find_gpu, gpus
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.critical_path import Result, replay
 from lumos_nb.display import format_ns, format_share, html_table
-from lumos_nb.errors import LumosError
+from lumos_nb.errors import LumosError, require_kinds
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.layout import Cluster, Parallelism, Training
 from lumos_nb.partition import breakdown, compare
 from lumos_nb.traces.run import Run
 from lumos_nb.transformer import Transformer, models
-from lumos_nb.workloads.llm.estimates import Estimate, estimate, require_kinds
+from lumos_nb.workloads.llm.estimates import Estimate, estimate
 from lumos_nb.workloads.llm.schedule import CHUNKS
 from lumos_nb.workloads.llm.screening import Found, search
 
@@ -246,7 +246,7 @@ def configure(model: str = "llama-3-8b", gpu: str = "H100-SXM-80GB", nodes: int 
         yield found
         names = ("",) if len(last) < 2 else ("before", "then")
         yield charts.breakdown_bars({name: one.breakdown for name, one in zip(names, last, strict=True)})
-        yield llm_charts.memory_bars(found.memory, limit_bytes=found.cluster.gpu_sheet.memory_bytes)
+        yield charts.memory_bars(found.memory, limit_bytes=found.cluster.gpu_sheet.memory_bytes)
 
     return Panel(_configuration(model, gpu, nodes), make, draw, _configured_code)
 
@@ -319,8 +319,8 @@ def choose_layout(model: Transformer, cluster: Cluster, train: Training, **range
 
     def draw(found: Found, **_: Any) -> Shown:
         yield found
-        yield llm_charts.layouts(found.frame)
-        yield llm_charts.pareto(found.feasible, found.pareto)
+        yield charts.layouts(found.frame)
+        yield charts.pareto(found.feasible, found.pareto)
 
     controls = {
         "keep": _number("keep", 20),

@@ -26,8 +26,8 @@ from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining
 from lumos_nb.workloads.dlrm.passes import Passes, passes
 from lumos_nb.workloads.dlrm.plan import Plan
 from lumos_nb.workloads.dlrm.steps import assembled, issued, sent_bytes
-from lumos_nb.workloads.llm.layers import WORK
-from lumos_nb.workloads.llm.surcharges import Surcharges
+from lumos_nb.workloads.surcharges import Surcharges
+from lumos_nb.workloads.work_rows import WORK
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "datasets"))
 import dlrm

@@ -17,12 +17,12 @@ from lumos_nb.critical_path import replay
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.layout import Cluster, Parallelism, Training, problems
 from lumos_nb.transformer import Mla, Moe, Transformer
+from lumos_nb.workloads.contention import overlap_ns
 from lumos_nb.workloads.llm.assembly import assembled
-from lumos_nb.workloads.llm.contention import overlap_ns
 from lumos_nb.workloads.llm.estimates import Estimate, PricedStep, estimate, stages_of
 from lumos_nb.workloads.llm.schedule import as_graph, schedule
 from lumos_nb.workloads.llm.stages import work
-from lumos_nb.workloads.llm.surcharges import Surcharges, bundled
+from lumos_nb.workloads.surcharges import Surcharges, bundled
 
 SIZES: dict[str, Any] = {"layers": 8, "hidden": 1024, "heads": 16, "ffn": 4096, "vocab": 32000}
 LLAMA = Transformer(**SIZES)

@@ -21,11 +21,11 @@ from lumos_nb.layout import Cluster, Parallelism, Training
 from lumos_nb.traces.run import Run, load_run
 from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.llm.estimates import estimate
-from lumos_nb.workloads.llm.pricing import priced
 from lumos_nb.workloads.llm.retiming import KERNEL
 from lumos_nb.workloads.llm.rewriting import Rewritten, rewrite
 from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.llm.structure import find_structure
+from lumos_nb.workloads.pricing import priced
 
 RUNS = ("gpt-single", "gpt-ddp", "gpt-tp", "gpt-pp")
 WIDER = {"hidden": 256, "ffn": 1024}

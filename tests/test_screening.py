@@ -23,7 +23,7 @@ from lumos_nb.workloads.llm.pass_times import Job
 from lumos_nb.workloads.llm.peaks import peaks
 from lumos_nb.workloads.llm.screening import SPARE, Found, search
 from lumos_nb.workloads.llm.step_times import screen
-from lumos_nb.workloads.llm.surcharges import Surcharges, bundled
+from lumos_nb.workloads.surcharges import Surcharges, bundled
 
 NODES = Cluster(gpu="H100-SXM-80GB", nodes=4, gpus_per_node=8, inside="NVLink4 NVSwitch", between="InfiniBand NDR 400")
 DENSE = Transformer(layers=12, hidden=2048, heads=16, kv_heads=4, ffn=8192, vocab=50000)

@@ -13,9 +13,9 @@ from lumos_nb.critical_path import Result
 from lumos_nb.display import format_ns, html_table, text_table
 from lumos_nb.graph import Graph
 from lumos_nb.partition import breakdown
-from lumos_nb.workloads.llm.assembly import Step
-from lumos_nb.workloads.llm.contention import Timed
-from lumos_nb.workloads.llm.surcharges import Surcharges
+from lumos_nb.workloads.contention import Timed
+from lumos_nb.workloads.steps import Step
+from lumos_nb.workloads.surcharges import Surcharges
 
 NORMAL_90 = 1.645
 """Standard deviations on each side of a normal 90 % interval."""

@@ -11,17 +11,17 @@ from lumos_nb.costs.calibration import Calibration
 from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
 from lumos_nb.costs.host import Overheads
 from lumos_nb.display import format_ns
-from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.errors import InputError, LayoutError, require_kinds
 from lumos_nb.layout import Cluster
+from lumos_nb.workloads.contention import Timed, slowed
 from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining
 from lumos_nb.workloads.dlrm.passes import passes
 from lumos_nb.workloads.dlrm.plan import Plan
 from lumos_nb.workloads.dlrm.steps import assembled, device_times, issued
-from lumos_nb.workloads.llm.assembly import Step
-from lumos_nb.workloads.llm.contention import Timed, slowed
-from lumos_nb.workloads.llm.estimates import prices_of, require_kinds
-from lumos_nb.workloads.llm.surcharges import Surcharges, bundled
 from lumos_nb.workloads.predicted import Predicted
+from lumos_nb.workloads.pricing import prices_of
+from lumos_nb.workloads.steps import Step
+from lumos_nb.workloads.surcharges import Surcharges, bundled
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,9 +15,8 @@ import polars as pl
 from lumos_nb.layout import SIZE_OF
 from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining, Matrix, dims_of
 from lumos_nb.workloads.dlrm.plan import Plan
-from lumos_nb.workloads.llm.layers import Block, Row
-from lumos_nb.workloads.llm.layers import chain as chained
-from lumos_nb.workloads.llm.stages import FIRST_BUCKET_BYTES, OPTIMIZER_OPS, as_table
+from lumos_nb.workloads.work_rows import FIRST_BUCKET_BYTES, OPTIMIZER_OPS, Block, Row, as_table
+from lumos_nb.workloads.work_rows import chain as chained
 
 INDICES, POOLED, GRADIENTS = "indices", "pooled", "gradients"
 """What travels: indices to the tables, what was looked up to the samples, gradients (of that, or of dense weights)."""

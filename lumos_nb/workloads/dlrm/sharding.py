@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import LayoutError
+from lumos_nb.errors import LayoutError, require_kinds
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.grid_search import GridSearch, Loads
 from lumos_nb.workloads.dlrm.heuristics import HEURISTICS, placement
@@ -27,7 +27,6 @@ from lumos_nb.workloads.dlrm.pieces import SPREAD, Floats, Pieces
 from lumos_nb.workloads.dlrm.plan import Plan, row_blocks
 from lumos_nb.workloads.dlrm.refining import refined
 from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts
-from lumos_nb.workloads.llm.estimates import require_kinds
 
 SPLITS = ("column_wise", *SPREAD)
 STALE = 3

@@ -20,8 +20,8 @@ from lumos_nb.layout import SIZE_OF, Cluster
 from lumos_nb.workloads.dlrm.model import DlrmTraining
 from lumos_nb.workloads.dlrm.passes import LOOKUP, Passes
 from lumos_nb.workloads.dlrm.plan import Plan
-from lumos_nb.workloads.llm.assembly import HOST_ROW, Ints, Step, Waits
-from lumos_nb.workloads.llm.pricing import with_prices
+from lumos_nb.workloads.pricing import with_prices
+from lumos_nb.workloads.steps import HOST_ROW, Ints, Step, Waits
 
 Floats = NDArray[np.float64]
 

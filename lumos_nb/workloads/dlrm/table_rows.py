@@ -20,9 +20,9 @@ from lumos_nb.workloads.dlrm.estimates import DlrmEstimate, estimate_dlrm
 from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining
 from lumos_nb.workloads.dlrm.sharding import shard
 from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts
-from lumos_nb.workloads.llm.estimates import prices_of
-from lumos_nb.workloads.llm.table_cells import Reader
-from lumos_nb.workloads.llm.table_clusters import cluster_of
+from lumos_nb.workloads.pricing import prices_of
+from lumos_nb.workloads.table_cells import Reader
+from lumos_nb.workloads.table_clusters import cluster_of
 
 COLUMNS = ("gpu", "num_gpus", "gpus_per_node", "network", "model", "global_batch")
 """Columns that are read; others do not matter."""

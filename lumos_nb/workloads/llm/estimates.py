@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import msgspec
 import polars as pl
 
-from lumos_nb.config import gpus, same_name
-from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
+from lumos_nb.costs.calibration import Calibration
 from lumos_nb.display import format_bytes, format_ns
-from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.errors import LayoutError, require_kinds
 from lumos_nb.layout import Cluster, Parallelism, Training, check
 from lumos_nb.transformer import Transformer
-from lumos_nb.workloads.llm.assembly import Step, assembled
-from lumos_nb.workloads.llm.contention import Timed, slowed
+from lumos_nb.workloads.contention import Timed, slowed
+from lumos_nb.workloads.llm.assembly import assembled
 from lumos_nb.workloads.llm.memory import memory
-from lumos_nb.workloads.llm.pricing import priced
 from lumos_nb.workloads.llm.rounds import FULL, FULL_SPLIT, SPLIT_SCHEDULES, Rounds
 from lumos_nb.workloads.llm.stages import work
-from lumos_nb.workloads.llm.surcharges import PRODUCTS, Surcharges, bundled
 from lumos_nb.workloads.predicted import Predicted
+from lumos_nb.workloads.pricing import priced, prices_of
+from lumos_nb.workloads.steps import Step
+from lumos_nb.workloads.surcharges import PRODUCTS, Surcharges, bundled
 
 ATTENTION = ("attention", "bmm")
 
@@ -238,13 +238,6 @@ class PricedStep:
         return Estimate(self.model, self.layout, train, self.cluster, self.calibration, extra, step, timed)
 
 
-def require_kinds(**given: tuple[object, type]) -> None:
-    """Raise InputError for the first argument that is of another kind than it should be."""
-    for name, (value, kind) in given.items():
-        if not isinstance(value, kind):
-            raise InputError(f"{name} is {value!r:.60}; give a {kind.__name__}.")
-
-
 MOST_OPS = 30_000_000
 """Of one step: a gigabyte of tables for every three million."""
 OPS_OF_A_LAYER = 40
@@ -269,21 +262,3 @@ def stages_of(layout: Parallelism) -> list[int]:
     if layout.schedule == "zb-v":
         return there + there[::-1]
     return there * layout.chunks
-
-
-def prices_of(cluster: Cluster, calibration: Calibration | None) -> Calibration:
-    """A calibration of the cluster's GPU: the given one, else the bundled one, else the generic one by its sheet."""
-    sheet = cluster.gpu_sheet
-    if calibration is None:
-        return _named(sheet.name) if sheet in gpus() else _named(GENERIC).for_gpu(sheet)
-    if not isinstance(calibration, Calibration):
-        raise InputError(f"calibration is {calibration!r:.60}; give one of load_calibration(name) or calibrate(run).")
-    if not same_name(calibration.gpu.name, sheet.name):
-        raise InputError(
-            f"the calibration is of {calibration.gpu.name}, the cluster of {sheet.name}: give "
-            f"load_calibration({sheet.name!r}), or calibration.for_gpu(cluster.gpu_sheet) for what its data sheet says."
-        )
-    return calibration
-
-
-_named = lru_cache(maxsize=8)(load_calibration)

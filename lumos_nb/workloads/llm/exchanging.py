@@ -16,10 +16,10 @@ from lumos_nb import whatif
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.graph import Graph
 from lumos_nb.layout import Cluster
-from lumos_nb.workloads.llm.pricing import with_prices
 from lumos_nb.workloads.llm.reading import Setup
 from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.llm.structure import MESSAGES, Structure
+from lumos_nb.workloads.pricing import with_prices
 
 FIELDS = ("op_id", "rank", "group", "collective", "group_size", "comm_bytes", "dur_ns")
 

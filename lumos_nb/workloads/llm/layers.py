@@ -10,56 +10,16 @@ Transformer Engine) or gathered keys (Llama 3); experts are dispatched by all-to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
-
-import polars as pl
 
 from lumos_nb.layout import GROUPS, SIZE_OF, Parallelism, Training
 from lumos_nb.transformer import Transformer, Weight
-
-Row = dict[str, Any]
-
-WORK: Mapping[str, pl.DataType] = {
-    "phase": pl.String(),  # forward, backward, backward_weight (may be put off), optimizer
-    "layer": pl.Int32(),  # of the whole model; null outside the layers
-    "part": pl.String(),
-    "weight": pl.String(),  # of what has one, its name in Transformer.weights
-    "kind": pl.String(),  # compute, comm
-    "when": pl.String(),  # each micro-batch, the last one of a step, or the step's end
-    "again": pl.Boolean(),  # repeated in the backward pass (recompute)
-    "stream": pl.String(),
-    **{name: pl.String() for name in ("op", "dtype", "pass", "out_dtype")},
-    **{name: pl.Int64() for name in ("batch", "groups", "m", "n", "k", "rows", "cols", "seq_q", "seq_kv", "heads")},
-    **{name: pl.Int64() for name in ("kv_heads", "head_dim", "head_dim_v")},
-    "causal": pl.Boolean(),
-    "accumulate": pl.Boolean(),
-    "method": pl.String(),  # of attention: the implementation
-    "collective": pl.String(),  # as dry_run's: all_reduce, all_gather, reduce_scatter, all_to_all, send, recv
-    "group": pl.String(),  # one of layout.GROUPS
-    "group_size": pl.Int32(),
-    "size_bytes": pl.Int64(),  # the larger of what the rank gives and gets
-    "peer": pl.Int32(),  # of send and recv: how many places further in the group
-}
-"""Columns of a work table; `flops` and `bytes` of the compute rows come behind them."""
+from lumos_nb.workloads.work_rows import Block, Row, chain
 
 STREAMS = {"tp": "tp", "etp": "tp", "ep": "tp", "cp": "cp", "pp": "pp"}
 """Stream of a group's collectives; those of the other groups run on "dp"."""
-
-
-class Block(NamedTuple):
-    """What a part does, forward and backward."""
-
-    forward: list[Row]
-    backward: list[Row]
-
-
-def chain(blocks: Iterable[Block]) -> Block:
-    """Blocks one after another; backward in reverse."""
-    blocks = list(blocks)
-    return Block([r for b in blocks for r in b.forward], [r for b in reversed(blocks) for r in b.backward])
 
 
 @dataclass(frozen=True)

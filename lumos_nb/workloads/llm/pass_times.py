@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.layout import Cluster, Parallelism, Training, Transformer
-from lumos_nb.workloads.llm.assembly import COMPUTE, Step, assembled
-from lumos_nb.workloads.llm.contention import Timed, slowed
-from lumos_nb.workloads.llm.layers import Block, Rank, Row
-from lumos_nb.workloads.llm.pricing import place, with_prices
-from lumos_nb.workloads.llm.stages import as_table, in_order
-from lumos_nb.workloads.llm.surcharges import Surcharges
+from lumos_nb.workloads.contention import Timed, slowed
+from lumos_nb.workloads.llm.assembly import COMPUTE, assembled
+from lumos_nb.workloads.llm.layers import Rank
+from lumos_nb.workloads.llm.stages import in_order
+from lumos_nb.workloads.pricing import place, with_prices
+from lumos_nb.workloads.steps import Step
+from lumos_nb.workloads.surcharges import Surcharges
+from lumos_nb.workloads.work_rows import Block, Row, as_table
 
 Floats = NDArray[np.float64]
 

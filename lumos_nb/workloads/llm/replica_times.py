@@ -15,10 +15,11 @@ import polars as pl
 
 from lumos_nb.layout import SIZE_OF, Cluster, Parallelism, Training, Transformer
 from lumos_nb.transformer import Weight
-from lumos_nb.workloads.llm.layers import WORK, Rank
+from lumos_nb.workloads.llm.layers import Rank
 from lumos_nb.workloads.llm.pass_times import Job
-from lumos_nb.workloads.llm.pricing import place
-from lumos_nb.workloads.llm.stages import OPTIMIZER_OPS, Held, buckets_of, held_by, in_order, padded, units_of
+from lumos_nb.workloads.llm.stages import Held, buckets_of, held_by, in_order, padded, units_of
+from lumos_nb.workloads.pricing import place
+from lumos_nb.workloads.work_rows import OPTIMIZER_OPS, WORK
 
 MADE_OF = ("tp", "ep", "etp", "dense", "routed", "first", "last", "folded")
 """Columns that say which weights a rank has of a stage: layers without and with experts, the model's ends, and whether

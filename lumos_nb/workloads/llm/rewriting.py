@@ -16,13 +16,13 @@ import polars as pl
 from lumos_nb import whatif
 from lumos_nb.costs.calibration import Calibration, load_calibration
 from lumos_nb.costs.samples import kernel_samples
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, require_kinds
 from lumos_nb.graph import Graph
 from lumos_nb.layout import SIZE_OF, Cluster, Parallelism, Training, check
 from lumos_nb.repairs import REPORT
 from lumos_nb.traces.run import Run
 from lumos_nb.transformer import Transformer
-from lumos_nb.workloads.llm.estimates import refuse_endless, require_kinds
+from lumos_nb.workloads.llm.estimates import refuse_endless
 from lumos_nb.workloads.llm.exchanging import (
     Prices,
     cut_points,

@@ -12,14 +12,15 @@ import polars as pl
 
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.display import format_bytes, html_table, text_table
-from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.errors import InputError, LayoutError, require_kinds
 from lumos_nb.layout import Cluster, Training, Transformer
 from lumos_nb.workloads.llm.candidates import AXES, Candidate, candidate, candidates, cluster_of
-from lumos_nb.workloads.llm.estimates import Brief, PricedStep, prices_of, require_kinds
+from lumos_nb.workloads.llm.estimates import Brief, PricedStep
 from lumos_nb.workloads.llm.pass_times import Job
 from lumos_nb.workloads.llm.peaks import peaks
 from lumos_nb.workloads.llm.step_times import screen
-from lumos_nb.workloads.llm.surcharges import Surcharges, bundled
+from lumos_nb.workloads.pricing import prices_of
+from lumos_nb.workloads.surcharges import Surcharges, bundled
 
 SPARE = 0.1
 """Share of a GPU's memory that a search leaves to CUDA, NCCL and a fragmented allocator: about as much as the median

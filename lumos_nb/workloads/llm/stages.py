@@ -17,15 +17,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.costs.work import with_work
 from lumos_nb.errors import InputError
 from lumos_nb.layout import Parallelism, Training
 from lumos_nb.transformer import Transformer, Weight
-from lumos_nb.workloads.llm.layers import PARTS, WORK, Block, Rank, Row
+from lumos_nb.workloads.llm.layers import PARTS, Rank
+from lumos_nb.workloads.work_rows import FIRST_BUCKET_BYTES, OPTIMIZER_OPS, Block, Row, as_table
 
-OPTIMIZER_OPS = {"adam": "adamw", "momentum": "sgd_momentum", "sgd": "sgd"}
-FIRST_BUCKET_BYTES = 2**20
-"""Where torch's DDP closes its first bucket, so that the first reduction starts early."""
 MESSAGES = (("forward", "recv", -1), ("forward", "send", 1), ("backward", "recv", 1), ("backward", "send", -1))
 """Phase, direction and peer (stages further) of what stages tell each other."""
 
@@ -144,19 +141,6 @@ def _fetch(rank: Rank, pages: Mapping[Page, list[Row]], inserts: Inserts, stage:
 def _layers(model: Transformer, layout: Parallelism) -> list[range]:
     """The layers of each virtual stage."""
     return [range(*span) for span in pairwise(accumulate(layout.layers_of(model), initial=0))]
-
-
-def as_table(rows: Sequence[Row]) -> pl.DataFrame:
-    """Rows as a work table, with FLOPs and bytes of what computes."""
-    by_weight = (pl.col("pass") == "bwd_grad_w").fill_null(False)
-    frame = pl.DataFrame(rows, schema=dict(WORK), strict=False).with_columns(
-        phase=pl.when(by_weight).then(pl.lit("backward_weight")).otherwise("phase"),
-        again=pl.col("again").fill_null(False),
-        stream=pl.col("stream").fill_null("compute"),
-    )
-    frame = frame.with_row_index("row")
-    compute = with_work(frame.filter(pl.col("kind") == "compute")).select("row", "flops", "bytes")
-    return frame.join(compute, on="row", how="left", maintain_order="left").drop("row")
 
 
 def in_order(weights: Iterable[Weight]) -> tuple[Weight, ...]:

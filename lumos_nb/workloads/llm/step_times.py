@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.llm._step_kernels import GATHER, GATHER_LEFT, READY, REDUCE, step_us, topological
-from lumos_nb.workloads.llm.layers import WORK
 from lumos_nb.workloads.llm.pass_times import CELL, OF_KIND, PARTS, Job, PassTimes, pass_times
 from lumos_nb.workloads.llm.replica_times import TIMES, UNITS, replica_times
 from lumos_nb.workloads.llm.rounds import SPLIT_SCHEDULES, Rounds
 from lumos_nb.workloads.llm.schedule import order
+from lumos_nb.workloads.work_rows import WORK
 
 Floats = NDArray[np.float64]
 UInts = NDArray[np.uint32]

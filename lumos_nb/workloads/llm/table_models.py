@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from lumos_nb.transformer import Moe, Transformer, models
-from lumos_nb.workloads.llm import table_words as words
-from lumos_nb.workloads.llm.table_cells import Reader
+from lumos_nb.workloads import table_words as words
+from lumos_nb.workloads.table_cells import Reader
 
 
 def model_of(reader: Reader, tied: bool | None, tp: int) -> Transformer:

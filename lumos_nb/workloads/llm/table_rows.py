@@ -18,12 +18,12 @@ from lumos_nb.costs.calibration import Calibration
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.layout import Cluster, Parallelism, Training, problems
 from lumos_nb.transformer import Transformer
-from lumos_nb.workloads.llm import table_words as words
+from lumos_nb.workloads import table_words as words
 from lumos_nb.workloads.llm.estimates import Estimate, estimate
 from lumos_nb.workloads.llm.memory import peak_bytes
-from lumos_nb.workloads.llm.table_cells import Reader
-from lumos_nb.workloads.llm.table_clusters import cluster_of
 from lumos_nb.workloads.llm.table_models import model_of
+from lumos_nb.workloads.table_cells import Reader
+from lumos_nb.workloads.table_clusters import cluster_of
 
 COLUMNS = (
     "row_id", "source", "gpu", "num_gpus", "precision", "model", "params_b", "hidden", "heads", "layers", "vocab",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lumos_nb._replay_plan import Plan
 from lumos_nb.critical_path import Result, result_of
 from lumos_nb.graph import Graph
-from lumos_nb.workloads.llm.assembly import Step
+from lumos_nb.workloads.steps import Step
 
 Ints = NDArray[np.int64]
 

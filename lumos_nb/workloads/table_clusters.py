@@ -9,8 +9,8 @@ import msgspec
 from lumos_nb.config import Fabric, Gpu, find_fabric, find_gpu, gpus, names_of
 from lumos_nb.errors import InputError
 from lumos_nb.layout import Cluster
-from lumos_nb.workloads.llm import table_words as words
-from lumos_nb.workloads.llm.table_cells import Reader
+from lumos_nb.workloads import table_words as words
+from lumos_nb.workloads.table_cells import Reader
 
 
 def cluster_of(reader: Reader, count: int) -> Cluster:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import polars as pl
 
-from lumos_nb.costs.calibration import Calibration
+from lumos_nb.config import gpus, same_name
+from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
 from lumos_nb.costs.collectives import CollectiveModel
-from lumos_nb.errors import CalibrationError
+from lumos_nb.errors import CalibrationError, InputError
 from lumos_nb.layout import GROUPS, Cluster, Parallelism
-from lumos_nb.workloads.llm.layers import WORK
+from lumos_nb.workloads.work_rows import WORK
 
 KERNEL = ["op", "dtype", "pass", "out_dtype", "causal", "accumulate", "method"]
 KERNEL += [name for name, dtype in WORK.items() if dtype == pl.Int64 and name != "size_bytes"]
@@ -137,3 +138,21 @@ def place(groups: np.ndarray[tuple[int, ...], np.dtype[np.int64]], cluster: Clus
     """Nodes and GPUs of the widest group; as many GPUs on each node, as collectives are measured."""
     nodes, _ = cluster.span(groups)
     return nodes, nodes * math.ceil(groups.shape[1] / nodes)
+
+
+def prices_of(cluster: Cluster, calibration: Calibration | None) -> Calibration:
+    """A calibration of the cluster's GPU: the given one, else the bundled one, else the generic one by its sheet."""
+    sheet = cluster.gpu_sheet
+    if calibration is None:
+        return _named(sheet.name) if sheet in gpus() else _named(GENERIC).for_gpu(sheet)
+    if not isinstance(calibration, Calibration):
+        raise InputError(f"calibration is {calibration!r:.60}; give one of load_calibration(name) or calibrate(run).")
+    if not same_name(calibration.gpu.name, sheet.name):
+        raise InputError(
+            f"the calibration is of {calibration.gpu.name}, the cluster of {sheet.name}: give "
+            f"load_calibration({sheet.name!r}), or calibration.for_gpu(cluster.gpu_sheet) for what its data sheet says."
+        )
+    return calibration
+
+
+_named = lru_cache(maxsize=8)(load_calibration)

@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from lumos_nb.errors import InputError
-from lumos_nb.workloads.llm.table_words import MISSING, NUMBERS
+from lumos_nb.workloads.table_words import MISSING, NUMBERS
 
 MOST = 1e12
 """What is beyond it counts nothing that is trained."""
