@@ -23,11 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos_nb import charts
-from lumos_nb.charts import breakdown_bars, mime_bundle, predicted_vs_measured, timeline
+from lumos_nb.charts import breakdown_bars, mime_bundle, predicted_vs_measured, style, timeline
+from lumos_nb.charts.lane_bars import ACTIVITIES, lane_bars
 from lumos_nb.critical_path import Result, replay
 from lumos_nb.errors import LumosError, SchemaError
 from lumos_nb.graph import Graph
-from lumos_nb.lane_bars import ACTIVITIES, lane_bars
 from lumos_nb.partition import PARTS, breakdown
 from lumos_nb.schema import EDGES, OP_KINDS, OPS
 
@@ -404,8 +404,8 @@ def test_what_cannot_be_drawn_says_why(draw, error, message):
 
 def test_every_kind_and_every_part_has_a_colour():
     assert set(ACTIVITIES) == set(OP_KINDS)
-    assert set(ACTIVITIES.values()) | {"compute"} == set(charts.ACTIVITY_COLOURS)
-    assert set(charts.PART_COLOURS) == set(PARTS)
+    assert set(ACTIVITIES.values()) | {"compute"} == set(style.ACTIVITY_COLOURS)
+    assert set(style.PART_COLOURS) == set(PARTS)
 
 
 def seen(colour: str, matrix: np.ndarray) -> np.ndarray:
@@ -429,7 +429,7 @@ EYES = {
 @pytest.mark.parametrize("palette", ["ACTIVITY_COLOURS", "PART_COLOURS"])
 def test_colours_are_told_apart_by(eyes, palette):
     """Colour blindness after Machado, Oliveira and Fernandes (2009), severity 1."""
-    matrix, colours = np.array(EYES[eyes]), getattr(charts, palette)
+    matrix, colours = np.array(EYES[eyes]), getattr(style, palette)
     for (a, first), (b, second) in combinations(colours.items(), 2):
         assert np.linalg.norm(seen(first, matrix) - seen(second, matrix)) > 10, f"{a} and {b}"
 

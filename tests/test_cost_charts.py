@@ -13,10 +13,7 @@ import pytest
 import vl_convert
 from test_charts import EYES, seen
 
-from lumos_nb.config import find_gpu
-from lumos_nb.cost_charts import (
-    BASIS_COLOURS,
-    CLASS_COLOURS,
+from lumos_nb.charts import (
     device_loads,
     error_spread,
     heat_map,
@@ -25,6 +22,9 @@ from lumos_nb.cost_charts import (
     roofline,
     sweeps,
 )
+from lumos_nb.charts.costs import BASIS_COLOURS
+from lumos_nb.charts.style import CLASS_COLOURS
+from lumos_nb.config import find_gpu
 from lumos_nb.errors import LumosError, SchemaError, SheetError
 
 H100 = find_gpu("H100")

@@ -9,18 +9,11 @@ import pytest
 from test_charts import EYES, seen
 from test_cost_charts import marks, rows_of, texts
 
-from lumos_nb.charts import SERIES
+from lumos_nb.charts import agreement, layouts, memory_bars, pareto, step_times
+from lumos_nb.charts.estimates import MEMORY_COLOURS, OTHER_SERIES
+from lumos_nb.charts.style import SERIES
 from lumos_nb.errors import LumosError, SchemaError
 from lumos_nb.layout import Cluster, Parallelism, Training
-from lumos_nb.llm_charts import (
-    MEMORY_COLOURS,
-    OTHER_SERIES,
-    agreement,
-    layouts,
-    memory_bars,
-    pareto,
-    step_times,
-)
 from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.llm.memory import memory
 from lumos_nb.workloads.llm.screening import Found

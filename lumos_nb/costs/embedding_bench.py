@@ -299,7 +299,7 @@ def measure_zipf(
     Returns
     -------
     frame
-        As `measure_lookups` gives it; `distribution` names the alpha. Predicted and measured, `cost_charts.sweeps`
+        As `measure_lookups` gives it; `distribution` names the alpha. Predicted and measured, `charts.sweeps`
         draws it.
 
     Raises

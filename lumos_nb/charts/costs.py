@@ -1,7 +1,4 @@
-"""Fitted costs drawn: samples beside predictions, where errors come from, and what was measured at all.
-
-As in `charts`: a frame in, a chart out, and one colour means one thing. Measured is black and predicted blue.
-"""
+"""Fitted costs drawn: samples beside predictions, where errors come from, and what was measured at all."""
 
 from __future__ import annotations
 
@@ -11,14 +8,21 @@ from typing import Any, Literal
 import altair as alt
 import polars as pl
 
-from lumos_nb.charts import SERIES, check_rows, heading
+from lumos_nb.charts.style import (
+    CLASS_COLOURS,
+    GREY,
+    MEASURED,
+    PREDICTED,
+    check_rows,
+    figures,
+    heading,
+    room,
+    series_colour,
+)
 from lumos_nb.config import Gpu
 
-MEASURED, PREDICTED = (SERIES[series][0] for series in ("measured", "predicted"))
 BASIS_COLOURS = {"measured": "#5E3C99", "transferred": "#B2ABD2", "data sheet": "#EFEDF5"}
 """What a price rests on; darker is better."""
-CLASS_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-"""Classes that a chart compares, in the order of its legend; Okabe and Ito's."""
 
 Heat = Literal["basis", "error", "signed error"]
 
@@ -75,9 +79,9 @@ def roofline(
     marks = (
         alt.Chart(points)
         .mark_point(size=14, filled=True, opacity=0.45)
-        .encode(x, y, color=_series_colour(), tooltip=[*shape, "series", *_figures("time_us", "rate", "intensity")])
+        .encode(x, y, color=series_colour(), tooltip=[*shape, "series", *figures("time_us", "rate", "intensity")])
     )
-    line = alt.Chart(roof).mark_line(color="#4D4D4D", strokeWidth=2, clip=True).encode(x, y)
+    line = alt.Chart(roof).mark_line(color=GREY, strokeWidth=2, clip=True).encode(x, y)
     count = f"{drawn.height:,} of {priced.height:,} kernels; the line is the data sheet's roof"
     text = heading(title or f"{gpu.name}, {dtype}", count)
     return alt.LayerChart(layer=[line, marks], title=text, width=width_px, height=320)
@@ -126,7 +130,7 @@ def sweeps(
         along = along.axis(format="~s", tickCount=5, grid=False)
     y_title = titles["y"]
     legend = pl.DataFrame({"series": ["measured", "predicted"]}, schema={"series": pl.String})
-    tooltip = [panel, *_figures(x, "measured", "predicted")]
+    tooltip = [panel, *figures(x, "measured", "predicted")]
     base = alt.Chart()
     layers: list[alt.Chart] = []
     if {"low", "high"} <= set(frame.columns):
@@ -135,8 +139,8 @@ def sweeps(
     named = {name: base.transform_calculate(series=f"'{name}'") for name in legend["series"]}
     line = named["predicted"].mark_line(strokeWidth=1.5)
     dots = named["measured"].mark_point(size=14, filled=True, opacity=0.7)
-    layers.append(line.encode(along, alt.Y("predicted:Q").title(y_title), color=_series_colour()))
-    layers.append(dots.encode(along, alt.Y("measured:Q").title(y_title), color=_series_colour(), tooltip=tooltip))
+    layers.append(line.encode(along, alt.Y("predicted:Q").title(y_title), color=series_colour()))
+    layers.append(dots.encode(along, alt.Y("measured:Q").title(y_title), color=series_colour(), tooltip=tooltip))
     order = frame[panel].unique(maintain_order=True).to_list()
     facet = alt.Facet(f"{panel}:N", sort=order, title=None, header=alt.Header(labelLimit=width_px + 40))
     together = alt.layer(*layers, data=frame).properties(width=width_px, height=round(width_px * 0.6))
@@ -253,6 +257,14 @@ def heat_map(
     return alt.LayerChart(layer=[cells, labels], title=heading(titles.get("chart", "")), width=width, height=height)
 
 
+def _heat_scale(heat: Heat) -> alt.Scale:
+    if heat == "basis":
+        return alt.Scale(domain=list(BASIS_COLOURS), range=list(BASIS_COLOURS.values()))
+    if heat == "error":
+        return alt.Scale(scheme="purples", domain=[0, 0.5], clamp=True)
+    return alt.Scale(scheme="blueorange", domain=[-0.4, 0.4], domainMid=0, clamp=True)
+
+
 def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int = 460) -> alt.LayerChart:
     """Draw how signed errors lie in each class: the median, the middle half, and the middle nine tenths.
 
@@ -282,7 +294,7 @@ def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int 
     classes = rows.group_by(by, maintain_order=True).agg(rows=pl.len(), **quantiles)
     y = alt.Y(f"{by}:N", sort=classes[by].to_list()).title(None).axis(labelLimit=320, ticks=False, domain=False)
     x_title = "predicted / measured - 1; bars: the middle 50 % and 90 %"
-    tooltip = [alt.Tooltip(by), *_figures("rows"), *(alt.Tooltip(f"{name}:Q", format="+.1%") for name in shares)]
+    tooltip = [alt.Tooltip(by), *figures("rows"), *(alt.Tooltip(f"{name}:Q", format="+.1%") for name in shares)]
     base = alt.Chart(classes).encode(y=y, tooltip=tooltip)
 
     def bar(low: str, high: str, height: int, opacity: float) -> alt.Chart:
@@ -291,7 +303,7 @@ def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int 
         return drawn
 
     middle = base.mark_tick(color=MEASURED, thickness=2, size=15).encode(x="median:Q")
-    none = alt.Chart(pl.DataFrame({"x": [0.0]})).mark_rule(color="#4D4D4D", strokeDash=[4, 3]).encode(x="x:Q")
+    none = alt.Chart(pl.DataFrame({"x": [0.0]})).mark_rule(color=GREY, strokeDash=[4, 3]).encode(x="x:Q")
     layers = [bar("p05", "p95", 5, 0.35), bar("p25", "p75", 11, 0.6), middle, none]
     return alt.LayerChart(layer=layers, title=heading(title), width=width_px, height=alt.Step(19))
 
@@ -335,108 +347,3 @@ def interval_check(scores: pl.DataFrame, *, title: str = "", width_px: int = 460
     )
     layers = [wanted.encode(y=alt.Y("low:Q"), y2="high:Q"), points]
     return alt.LayerChart(layer=layers, title=heading(title), width=width_px, height=260)
-
-
-def device_loads(devices: pl.DataFrame, *, title: str = "", width_px: int = 460) -> alt.VConcatChart:
-    """Draw what each device of a sharding plan does and holds: times by part, and memory with what there is.
-
-    Parameters
-    ----------
-    devices
-        `Plan.devices` of a plan that is priced.
-    title, width_px
-        Heading, and width of the plots.
-
-    Raises
-    ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing: the plan has no times.
-
-    Examples
-    --------
-    >>> device_loads(costs.price(plan).devices)  # doctest: +SKIP
-    """
-    parts = {
-        "backward_us": "lookups backward", "forward_us": "lookups forward", "backward_exchange_us": "exchange backward",
-        "forward_exchange_us": "exchange forward, with waiting",
-    }  # fmt: skip
-    check_rows(devices, ("device", "bytes", "memory_bytes", *parts), "device")
-    long = devices.unpivot(list(parts), index="device", variable_name="part", value_name="us").with_columns(
-        pl.col("part").replace_strict(parts),
-        ms=pl.col("us") / 1e3,
-        place=pl.col("part").replace_strict(list(parts), range(len(parts))),
-    )
-    y = alt.Y("device:O").title("device").axis(ticks=False, domain=False)
-    times = alt.Chart(long).mark_bar()
-    times = times.encode(
-        x=alt.X("ms:Q").title("time (ms)"),
-        y=y,
-        color=alt.Color("part:N").scale(domain=list(parts.values()), range=CLASS_COLOURS).title(None),
-        order=alt.Order("place:Q"),
-        tooltip=["device", "part", *_figures("ms")],
-    )
-    held = devices.select("device", gb=pl.col("bytes") / 1e9, limit=pl.col("memory_bytes") / 1e9)
-    tooltip = ["device", alt.Tooltip("gb:Q", format=",.3~r", title="GB"), alt.Tooltip("limit:Q", format=",.3~r")]
-    bars = alt.Chart(held).mark_bar(color=PREDICTED).encode(x=alt.X("gb:Q").title("memory (GB)"), y=y, tooltip=tooltip)
-    most = alt.Chart(held).mark_tick(color=MEASURED, thickness=2, size=14).encode(x="limit:Q", y=y)
-    plots = [alt.LayerChart(layer=marks, width=width_px, height=alt.Step(16)) for marks in ([times], [bars, most])]
-    return alt.VConcatChart(vconcat=plots, title=heading(title, "memory: the line is what a device may hold"))
-
-
-def room(values: pl.Series) -> list[float]:
-    """Ends of a logarithmic axis, a little beyond what it shows."""
-    ends = values.cast(pl.Float64).to_numpy()
-    return [float(ends.min()) / 1.3, float(ends.max()) * 1.3]
-
-
-def _series_colour() -> alt.Color:
-    return alt.Color("series:N").scale(domain=["measured", "predicted"], range=[MEASURED, PREDICTED]).title(None)
-
-
-def _figures(*columns: str) -> list[alt.Tooltip]:
-    return [alt.Tooltip(f"{column}:Q", format=",.4~r") for column in columns]
-
-
-def _heat_scale(heat: Heat) -> alt.Scale:
-    if heat == "basis":
-        return alt.Scale(domain=list(BASIS_COLOURS), range=list(BASIS_COLOURS.values()))
-    if heat == "error":
-        return alt.Scale(scheme="purples", domain=[0, 0.5], clamp=True)
-    return alt.Scale(scheme="blueorange", domain=[-0.4, 0.4], domainMid=0, clamp=True)
-
-
-def similarity_bars(
-    classes: pl.DataFrame, *, title: str = "Operator time of a step", width_px: int = 460
-) -> alt.LayerChart:
-    """Draw the time of each class of operators in a benchmark (bars) and in what it was made from (ticks).
-
-    Parameters
-    ----------
-    classes
-        `Similarity.classes`: `where`, `class`, `time_ns`, `replayed_time_ns`.
-    title, width_px
-        Heading, and width of the plot.
-
-    Raises
-    ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing.
-
-    Examples
-    --------
-    >>> similarity_bars(similarity.classes)  # doctest: +SKIP
-    """
-    check_rows(classes, ("where", "class", "time_ns", "replayed_time_ns"), "similarity")
-    rows = classes.select(
-        name=pl.col("class") + pl.when(pl.col("where") == "device").then(pl.lit(" (device)")).otherwise(pl.lit("")),
-        original=pl.col("time_ns") / 1e6,
-        benchmark=pl.col("replayed_time_ns") / 1e6,
-    )
-    base = alt.Chart(rows).encode(y=alt.Y("name:N").sort("-x").title(None), tooltip=["name", "original", "benchmark"])
-    bars = base.mark_bar(color=PREDICTED).encode(x=alt.X("benchmark:Q").title("ms a step: benchmark, and | original"))
-    ticks = base.mark_tick(color=MEASURED, thickness=3).encode(x="original:Q")
-    return alt.LayerChart(layer=[bars, ticks], title=heading(title), width=width_px)

@@ -1,7 +1,4 @@
-"""Predicted steps drawn: beside measured ones, by pipeline rank, and over the layouts of a search.
-
-As in `charts`: a frame in, a chart out, and one colour means one thing. Measured is black and predicted blue.
-"""
+"""Predicted steps drawn: beside measured ones, by pipeline rank, and over the layouts of a search."""
 
 from __future__ import annotations
 
@@ -10,20 +7,36 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from lumos_nb.charts import NOTHING, SERIES, check_rows, heading
-from lumos_nb.cost_charts import CLASS_COLOURS, room
+from lumos_nb.charts.style import (
+    CLASS_COLOURS,
+    GREY,
+    INK,
+    NOTHING,
+    PREDICTED,
+    SERIES,
+    check_rows,
+    heading,
+    room,
+    seconds,
+)
 from lumos_nb.errors import LumosError
 from lumos_nb.workloads.llm.candidates import AXES
 from lumos_nb.workloads.llm.memory import CLASSES
 
-GREY, PREDICTED = "#4D4D4D", SERIES["predicted"][0]
 OTHER_SERIES = (("#D55E00", "cross"), ("#009E73", "diamond"), ("#CC79A7", "square"))
 """Colour and shape of what stands beside measured and predicted."""
-_OKABE_ITO = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#000000", "#E69F00", "#CC79A7", "#F0E442")
-MEMORY_COLOURS = dict(zip(CLASSES, (*_OKABE_ITO, NOTHING), strict=True))
+MEMORY_COLOURS = dict(
+    zip(
+        CLASSES,
+        ("#0072B2", "#56B4E9", "#009E73", "#D55E00", INK, "#E69F00", "#CC79A7", "#F0E442", NOTHING),
+        strict=True,
+    )
+)
 CLOSE = 0.1
 """Half the width of the band that a scatter shades."""
-_SPAN = ("low_s", "high_s")
+SPAN = ("low_s", "high_s")
+OBSTACLE = r"^(?:[A-Z]\w+: )?(\w+)"
+"""What is in the way: the field that a reason names, or memory."""
 
 
 def agreement(
@@ -51,7 +64,7 @@ def agreement(
     --------
     >>> agreement(scored)  # doctest: +SKIP
     """
-    times = ("measured_s", "predicted_s", *_SPAN)
+    times = ("measured_s", "predicted_s", *SPAN)
     check_rows(scored, (by, *times), "scored")
     rows = scored.with_columns(error=pl.col("predicted_s") / pl.col("measured_s") - 1)
     ends = room(pl.concat([rows[name].cast(pl.Float64) for name in times]))
@@ -71,7 +84,7 @@ def agreement(
         .title(None)
         .legend(labelLimit=300, symbolOpacity=1)
     )
-    tooltip = [*rows.select(pl.col("^run$")).columns, by, *_seconds(*times), alt.Tooltip("error:Q", format="+.1%")]
+    tooltip = [*rows.select(pl.col("^run$")).columns, by, *seconds(*times), alt.Tooltip("error:Q", format="+.1%")]
     spans = alt.Chart(rows).mark_rule(opacity=0.5).encode(x=x, color=colour, **span)
     points = alt.Chart(rows).mark_point(size=36, filled=True, opacity=0.9)
     points = points.encode(x=x, y=y, color=colour, tooltip=tooltip)
@@ -101,7 +114,7 @@ def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 
     --------
     >>> step_times(rows)  # doctest: +SKIP
     """
-    check_rows(rows, ("label", "series", "time_s", *_SPAN), "step time")
+    check_rows(rows, ("label", "series", "time_s", *SPAN), "step time")
     named = rows["series"].unique(maintain_order=True).to_list()
     others = [series for series in named if series not in SERIES]
     if len(others) > len(OTHER_SERIES):
@@ -112,7 +125,7 @@ def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 
     labels = rows["label"].unique(maintain_order=True).to_list()
     x = alt.X("label:N").scale(domain=labels).title(None).axis(labelAngle=-40, labelLimit=200, ticks=False)
     y_title = "step time (s)"
-    spans = alt.Chart(rows.drop_nulls(_SPAN)).mark_rule(strokeWidth=4, opacity=0.3)
+    spans = alt.Chart(rows.drop_nulls(SPAN)).mark_rule(strokeWidth=4, opacity=0.3)
     spans = spans.encode(x=x, y=alt.Y("low_s:Q").title(y_title), y2="high_s:Q", color=colour)
     points = alt.Chart(rows).mark_point(size=110, strokeWidth=2, opacity=1)
     points = points.encode(
@@ -120,7 +133,7 @@ def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 
         y=alt.Y("time_s:Q").title(y_title),
         color=colour,
         shape=alt.Shape("series:N").scale(domain=named, range=shapes).title(None),
-        tooltip=["label", "series", *_seconds("time_s", *_SPAN)],
+        tooltip=["label", "series", *seconds("time_s", *SPAN)],
     )
     text = heading(title, "bars: nominal 90 % intervals")
     return alt.LayerChart(layer=[spans, points], title=text, width=alt.Step(step_px), height=240)
@@ -210,7 +223,7 @@ def layouts(
     check_rows(frame, (x, y, "feasible", "why_not", "step_s", "memory_bytes"), "search")
     best = frame.sort("feasible", "step_s", "memory_bytes", descending=[True, False, False], nulls_last=True)
     cells = best.unique([x, y], keep="first", maintain_order=True).with_columns(
-        text=pl.when("feasible").then(_three_digits("step_s")).otherwise(pl.col("why_not").str.extract(_OBSTACLE)),
+        text=pl.when("feasible").then(_three_digits("step_s")).otherwise(pl.col("why_not").str.extract(OBSTACLE)),
         memory_gb=pl.col("memory_bytes") / 1e9,
     )
     scales = {name: frame[column].unique().sort().to_list() for name, column in (("x", x), ("y", y))}
@@ -219,7 +232,7 @@ def layouts(
         "x": alt.X(f"{x}:O").scale(domain=scales["x"]).axis(**look),
         "y": alt.Y(f"{y}:O").scale(domain=scales["y"]).axis(**look),
     }
-    tooltip = [*axes, *_seconds("step_s"), alt.Tooltip("memory_gb:Q", format=".1f", title="memory (GB)"), "why_not"]
+    tooltip = [*axes, *seconds("step_s"), alt.Tooltip("memory_gb:Q", format=".1f", title="memory (GB)"), "why_not"]
     fits, fails = cells.filter("feasible"), cells.filter(~pl.col("feasible"))
     colour = alt.Color("step_s:Q").scale(type="log", scheme="blues", reverse=True).title("step time (s)")
     drawn = [
@@ -239,8 +252,8 @@ def layouts(
     return alt.LayerChart(layer=drawn, title=text, width=width, height=height)
 
 
-_OBSTACLE = r"^(?:[A-Z]\w+: )?(\w+)"
-"""What is in the way: the field that a reason names, or memory."""
+def _three_digits(column: str) -> pl.Expr:
+    return pl.col(column).round_sig_figs(3).cast(pl.String)
 
 
 def pareto(
@@ -277,7 +290,7 @@ def pareto(
         check_rows(table, ("gpus", "step_s", "memory_bytes"), what)
     behind = frame.sample(min(max_points, frame.height), seed=0)
     axes = [name for name in AXES if name in front.columns and frame[name].n_unique() > 1]
-    tooltip = [*axes, *_seconds("step_s"), alt.Tooltip("memory_gb:Q", format=".1f", title="memory (GB)")]
+    tooltip = [*axes, *seconds("step_s"), alt.Tooltip("memory_gb:Q", format=".1f", title="memory (GB)")]
     shown = [
         table.select(*axes, *([] if "gpus" in axes else ["gpus"]), "step_s", memory_gb=pl.col("memory_bytes") / 1e9)
         for table in (behind, front)
@@ -300,11 +313,3 @@ def pareto(
     ]
     count = f"{behind.height:,} of {frame.height:,} layouts that fit; coloured: the {front.height} that none beats"
     return alt.LayerChart(layer=layers, title=heading(title, count), width=width_px, height=300)
-
-
-def _seconds(*columns: str) -> list[alt.Tooltip]:
-    return [alt.Tooltip(f"{name}:Q", format=",.4~r", title=f"{name.removesuffix('_s')} (s)") for name in columns]
-
-
-def _three_digits(column: str) -> pl.Expr:
-    return pl.col(column).round_sig_figs(3).cast(pl.String)

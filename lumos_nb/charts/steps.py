@@ -1,62 +1,31 @@
-"""Tables drawn: a frame, a graph or a result in, a chart out, which is returned and never shown.
-
-Only this module, `cost_charts` and `llm_charts` import altair. Importing one in a notebook makes charts appear there:
-JupyterLab draws them itself, without a network, and what cannot run scripts (GitHub, nbviewer) shows the PNG beside it.
-A PNG takes 0.1 to 1.5 s a chart; the environment variable `LUMOS_NB_STATIC=0` leaves it out.
-
-One colour means one thing in all charts. The colours are Okabe and Ito's (2008), which the colour-blind tell apart.
-"""
+"""A step drawn: what runs when, where the time goes, and what was predicted of it."""
 
 from __future__ import annotations
 
-import base64
-import builtins
-import os
-import struct
-import zlib
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import altair as alt
 import polars as pl
 
-from lumos_nb.display import format_ns, format_share
-from lumos_nb.errors import InputError, LumosError, SchemaError
-from lumos_nb.graph import Graph
-from lumos_nb.lane_bars import LaneBars, lane_bars
-from lumos_nb.partition import PARTS, HasOps
-
-COMPUTE, TRANSFER, WAITING, COPY, HOST, UNEXPLAINED, NOTHING = (
-    *("#0072B2", "#D55E00", "#F7CDB0", "#009E73", "#56B4E9"),
-    *("#4D4D4D", "#E6E6E6"),
+from lumos_nb.charts.lane_bars import LaneBars, lane_bars
+from lumos_nb.charts.style import (
+    ACTIVITY_COLOURS,
+    COMPUTE,
+    COPY,
+    INK,
+    PART_COLOURS,
+    SERIES,
+    TRANSFER,
+    UNEXPLAINED,
+    check_rows,
+    heading,
+    in_ms,
+    texts,
 )
-ACTIVITY_COLOURS = {
-    "compute": COMPUTE,  # a kernel; on a rank without a device, an operator
-    "transfer": TRANSFER,
-    "waiting": WAITING,
-    "copy": COPY,
-    "host operator": HOST,
-    "runtime call": "#F0E442",
-    "between operators": "#B9DDF5",
-    "unexplained": UNEXPLAINED,
-    "before the step": NOTHING,
-}
-PART_COLOURS = {
-    "compute": COMPUTE,
-    "overlapped": "#CC79A7",
-    "exposed_transfer": TRANSFER,
-    "exposed_wait": WAITING,
-    "copies": COPY,
-    "host_bound": HOST,
-    "unexplained": UNEXPLAINED,
-    "other": NOTHING,
-}
-SERIES = {
-    # series of a prediction, held in <series>_ns: its colour and shape
-    "measured": ("#000000", "stroke"),
-    "predicted": ("#0072B2", "circle"),
-    "null": ("#E69F00", "cross"),
-}
+from lumos_nb.display import format_ns, format_share
+from lumos_nb.errors import LumosError, SchemaError
+from lumos_nb.graph import Graph
+from lumos_nb.partition import PARTS, HasOps
 
 
 def timeline(
@@ -109,8 +78,8 @@ def timeline(
     present = [activity for activity in ACTIVITY_COLOURS if activity in set(rows.bars["activity"])]
     scale = alt.Scale(domain=present, range=[ACTIVITY_COLOURS[activity] for activity in present])
     bars = alt.Chart(_bar_rows(rows.bars)).mark_bar()
-    stays = alt.Chart(_in_ms(rows.stays)).mark_bar(filled=False, stroke="black", strokeWidth=1.2)
-    links = alt.Chart(_in_ms(rows.links)).mark_rule(stroke="black", strokeWidth=1.2)
+    stays = alt.Chart(in_ms(rows.stays)).mark_bar(filled=False, stroke=INK, strokeWidth=1.2)
+    links = alt.Chart(in_ms(rows.links)).mark_rule(stroke=INK, strokeWidth=1.2)
     layers = [
         bars.encode(
             x=x,
@@ -123,15 +92,10 @@ def timeline(
         links.encode(x="from_ms:Q", x2="start_ms:Q", y="from_label:N", y2="label:N"),
     ]
     if rows.step_ns is not None:
-        begins = alt.Chart(_in_ms(pl.DataFrame({"step_ns": [rows.step_ns]})))
+        begins = alt.Chart(in_ms(pl.DataFrame({"step_ns": [rows.step_ns]})))
         layers.append(begins.mark_rule(strokeDash=[6, 3], strokeWidth=1.5).encode(x="step_ms:Q"))
     text = heading(_title(source) if title is None else title, _subtitle(rows))
     return alt.LayerChart(layer=layers, width=width_px, height=alt.Step(22), title=text)
-
-
-def heading(text: str, subtitle: str = "") -> alt.Title:
-    """A title flush with the plot, so that charts below one another line up."""
-    return alt.Title(text, subtitle=subtitle, anchor="start", frame="group")
 
 
 def _title(source: HasOps | pl.DataFrame) -> str:
@@ -156,11 +120,11 @@ def _bar_rows(bars: pl.DataFrame) -> pl.DataFrame:
     dur_ns = bars.select(pl.when(several).then("busy_ns").otherwise("dur_ns")).to_series()
     named = bars.with_columns(
         name=pl.when(several).then(pl.format("{} ops, the longest: {}", "ops", "name")).otherwise("name"),
-        start=_texts(bars["start_ns"], format_ns),
-        duration=_texts(dur_ns, format_ns),
-        slack=_texts(bars["slack_ns"], format_ns),
+        start=texts(bars["start_ns"], format_ns),
+        duration=texts(dur_ns, format_ns),
+        slack=texts(bars["slack_ns"], format_ns),
     )
-    return _in_ms(named.drop("waits", "dur_ns", "slack_ns"))
+    return in_ms(named.drop("waits", "dur_ns", "slack_ns"))
 
 
 def breakdown_bars(
@@ -195,7 +159,7 @@ def breakdown_bars(
     present = [part for part in PARTS if part in set(rows["part"])]
     colours = [PART_COLOURS[part] for part in present]
     chart: alt.Chart = (
-        alt.Chart(_in_ms(rows), title=heading(title))
+        alt.Chart(in_ms(rows), title=heading(title))
         .mark_bar()
         .encode(
             x=alt.X("time_ms:Q").title("time in the step (ms)"),
@@ -222,8 +186,8 @@ def _part_rows(frame: pl.DataFrame, name: str) -> pl.DataFrame:
         "time_ns",
         label=pl.format("rank {}{}", "rank", pl.lit(f" {name}" if name else "")),
         place=pl.col("part").cast(pl.Enum(PARTS)).to_physical(),
-        time=_texts(rows["time_ns"], format_ns),
-        share=_texts(rows["of_step"], format_share),
+        time=texts(rows["time_ns"], format_ns),
+        share=texts(rows["of_step"], format_share),
     )
 
 
@@ -297,13 +261,13 @@ def predicted_vs_measured(
         "step",
         pl.col("series").str.strip_suffix("_ns"),
         "time_ns",
-        time=_texts(rows["time_ns"], format_ns),
-        error=_texts(rows.select(error).to_series(), format_share),
+        time=texts(rows["time_ns"], format_ns),
+        error=texts(rows.select(error).to_series(), format_share),
     )
     domain = list(SERIES)
     colours, shapes = ([SERIES[series][n] for series in domain] for n in range(2))
     chart: alt.Chart = (
-        alt.Chart(_in_ms(rows), title=heading(title))
+        alt.Chart(in_ms(rows), title=heading(title))
         .mark_point(size=120, strokeWidth=2)
         .encode(
             x=alt.X("step:O").title("step").axis(labelAngle=0),
@@ -315,111 +279,3 @@ def predicted_vs_measured(
         .properties(width=width_px, height=220)
     )
     return chart
-
-
-def check_rows(frame: pl.DataFrame, columns: tuple[str, ...], what: str) -> None:
-    """Raise unless there is something to draw.
-
-    Raises
-    ------
-    InputError
-        `frame` is no DataFrame.
-    SchemaError
-        It lacks a column.
-    LumosError
-        It has no row.
-    """
-    if not isinstance(frame, pl.DataFrame):
-        raise InputError(f"this takes the {what} table, a polars DataFrame; it was given a {type(frame).__name__}.")
-    if missing := [c for c in columns if c not in frame.columns]:
-        raise SchemaError(f"{what} table lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns)}.")
-    if frame.is_empty():
-        raise LumosError(f"nothing to draw: the {what} table has no row.")
-
-
-def _in_ms(frame: pl.DataFrame) -> pl.DataFrame:
-    """Columns in ns as ms: JavaScript counts exactly to 2**53 only."""
-    return frame.select(
-        (pl.col(c) / 1e6).alias(f"{c.removesuffix('_ns')}_ms") if c.endswith("_ns") else c for c in frame.columns
-    )
-
-
-def _texts(values: pl.Series, write: Callable[[float], str]) -> pl.Series:
-    return pl.Series([None if value is None else write(value) for value in values], dtype=pl.String)
-
-
-CHART = alt.TopLevelMixin
-"""What every function of the chart modules returns."""
-JUPYTERLAB_MIME = "application/vnd.vegalite.v5+json"
-"""JupyterLab 4 brings Vega-Lite 5, which draws these charts; altair's own type it ignores, and nbformat refuses it."""
-
-
-def mime_bundle(spec: dict[str, Any], *, still: bool = True, **_options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A chart as notebooks keep it: its specification, a PNG of it (unless `LUMOS_NB_STATIC=0`), and a line of text.
-
-    A panel that redraws it leaves the PNG out (`still=False`).
-
-    altair's renderer "lumos_nb".
-    """
-    interactive = {**spec, "$schema": "https://vega.github.io/schema/vega-lite/v5.json"}
-    bundle: dict[str, Any] = {JUPYTERLAB_MIME: interactive, "text/plain": "a chart, which this program cannot show"}
-    if os.environ.get("LUMOS_NB_STATIC") == "0" or not still:
-        return bundle, {}
-    png = to_png(spec)
-    width, height = struct.unpack(">II", png[16:24])
-    size = {"width": width // 2, "height": height // 2}
-    return {**bundle, "image/png": base64.b64encode(png).decode()}, {"image/png": size}
-
-
-def to_png(chart: alt.TopLevelMixin | dict[str, Any], *, scale: float = 2) -> bytes:
-    """Draw a chart, or its specification, as the bytes of a PNG file with `scale` times the chart's pixels.
-
-    Examples
-    --------
-    >>> Path("step.png").write_bytes(to_png(timeline(result)))  # doctest: +SKIP
-    """
-    import vl_convert
-
-    spec = chart if isinstance(chart, dict) else chart.to_dict()
-    return _deflated(vl_convert.vegalite_to_png(spec, vl_version=_vega_lite(), scale=scale))
-
-
-def to_svg(chart: alt.TopLevelMixin) -> str:
-    """Draw a chart as the text of an SVG file, without what its tooltips say.
-
-    Examples
-    --------
-    >>> Path("step.svg").write_text(to_svg(timeline(result)))  # doctest: +SKIP
-    """
-    import vl_convert
-
-    spec = chart.to_dict()
-    spec["config"] = spec.get("config", {}) | {"aria": False}  # else each bar repeats its tooltip
-    spec["padding"] = {"left": 40, "right": 40, "top": 5, "bottom": 5}  # for a reader whose letters are wider
-    svg: str = vl_convert.vegalite_to_svg(spec, vl_version=_vega_lite())
-    return svg
-
-
-def _vega_lite() -> str:
-    """The version of Vega-Lite that altair writes, as vl-convert calls it."""
-    return ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-
-
-def _deflated(png: bytes) -> bytes:
-    """The same image, its pixels compressed as well as zlib can: vl-convert leaves it five times as large."""
-    chunks, at = [], 8
-    while at < len(png):
-        size = int.from_bytes(png[at : at + 4]) + 12
-        chunks.append((png[at + 4 : at + 8], png[at + 8 : at + size - 4]))
-        at += size
-    pixels = zlib.decompress(b"".join(body for kind, body in chunks if kind == b"IDAT"))
-    before, after = ([c for c in chunks if (c[0] == b"IEND") == end and c[0] != b"IDAT"] for end in (False, True))
-    kept = [*before, (b"IDAT", zlib.compress(pixels, 9)), *after]
-    return png[:8] + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in kept
-    )
-
-
-alt.renderers.register("lumos_nb", mime_bundle)
-if hasattr(builtins, "__IPYTHON__"):
-    alt.renderers.enable("lumos_nb")

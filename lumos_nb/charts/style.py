@@ -1,0 +1,108 @@
+"""What charts have in common: colours, headings, axes, tooltips, and what they ask of a frame.
+
+One colour means one thing in all charts. The colours are Okabe and Ito's (2008), which the colour-blind tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import altair as alt
+import polars as pl
+
+from lumos_nb.errors import InputError, LumosError, SchemaError
+
+COMPUTE, TRANSFER, WAITING, COPY, HOST, UNEXPLAINED, NOTHING = (
+    *("#0072B2", "#D55E00", "#F7CDB0", "#009E73", "#56B4E9"),
+    *("#4D4D4D", "#E6E6E6"),
+)
+INK, GREY = "#000000", "#808080"
+"""Of what is measured or outlined, which a dark theme turns white; and of lines to compare with, for both themes."""
+ACTIVITY_COLOURS = {
+    "compute": COMPUTE,  # a kernel; on a rank without a device, an operator
+    "transfer": TRANSFER,
+    "waiting": WAITING,
+    "copy": COPY,
+    "host operator": HOST,
+    "runtime call": "#F0E442",
+    "between operators": "#B9DDF5",
+    "unexplained": UNEXPLAINED,
+    "before the step": NOTHING,
+}
+PART_COLOURS = {
+    "compute": COMPUTE,
+    "overlapped": "#CC79A7",
+    "exposed_transfer": TRANSFER,
+    "exposed_wait": WAITING,
+    "copies": COPY,
+    "host_bound": HOST,
+    "unexplained": UNEXPLAINED,
+    "other": NOTHING,
+}
+SERIES = {
+    # series of a prediction, held in <series>_ns: its colour and shape
+    "measured": (INK, "stroke"),
+    "predicted": ("#0072B2", "circle"),
+    "null": ("#E69F00", "cross"),
+}
+MEASURED, PREDICTED = (SERIES[series][0] for series in ("measured", "predicted"))
+CLASS_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK, "#F0E442")
+"""Classes that a chart compares, in the order of its legend."""
+
+
+def heading(text: str, subtitle: str = "") -> alt.Title:
+    """A title flush with the plot, so that charts below one another line up."""
+    return alt.Title(text, subtitle=subtitle, anchor="start", frame="group")
+
+
+def check_rows(frame: pl.DataFrame, columns: tuple[str, ...], what: str) -> None:
+    """Raise unless there is something to draw.
+
+    Raises
+    ------
+    InputError
+        `frame` is no DataFrame.
+    SchemaError
+        It lacks a column.
+    LumosError
+        It has no row.
+    """
+    if not isinstance(frame, pl.DataFrame):
+        raise InputError(f"this takes the {what} table, a polars DataFrame; it was given a {type(frame).__name__}.")
+    if missing := [c for c in columns if c not in frame.columns]:
+        raise SchemaError(f"{what} table lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns)}.")
+    if frame.is_empty():
+        raise LumosError(f"nothing to draw: the {what} table has no row.")
+
+
+def in_ms(frame: pl.DataFrame) -> pl.DataFrame:
+    """Columns in ns as ms: JavaScript counts exactly to 2**53 only."""
+    return frame.select(
+        (pl.col(c) / 1e6).alias(f"{c.removesuffix('_ns')}_ms") if c.endswith("_ns") else c for c in frame.columns
+    )
+
+
+def texts(values: pl.Series, write: Callable[[float], str]) -> pl.Series:
+    """Numbers written out, nulls kept."""
+    return pl.Series([None if value is None else write(value) for value in values], dtype=pl.String)
+
+
+def room(values: pl.Series) -> list[float]:
+    """Ends of a logarithmic axis, a little beyond what it shows."""
+    ends = values.cast(pl.Float64).to_numpy()
+    return [float(ends.min()) / 1.3, float(ends.max()) * 1.3]
+
+
+def figures(*columns: str) -> list[alt.Tooltip]:
+    """Tooltips of numbers."""
+    return [alt.Tooltip(f"{column}:Q", format=",.4~r") for column in columns]
+
+
+def seconds(*columns: str) -> list[alt.Tooltip]:
+    """Tooltips of times in s."""
+    return [alt.Tooltip(f"{name}:Q", format=",.4~r", title=f"{name.removesuffix('_s')} (s)") for name in columns]
+
+
+def series_colour() -> alt.Color:
+    """The colours of what was measured and of what is predicted."""
+    return alt.Color("series:N").scale(domain=["measured", "predicted"], range=[MEASURED, PREDICTED]).title(None)
