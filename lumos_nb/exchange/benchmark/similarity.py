@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
-from lumos_nb.call_stacks import nearest_encloser
-from lumos_nb.calls import COMM_KERNELS, DEVICE_CATEGORIES
 from lumos_nb.costs.names import kernel_families
 from lumos_nb.costs.operators import OPERATORS, operator_key
-from lumos_nb.display import format_ns, format_share, html_table, text_table
-from lumos_nb.errors import InputError, RunError
+from lumos_nb.display import format_bytes, format_ns, format_share, html_table, text_table
+from lumos_nb.errors import InputError
+from lumos_nb.exchange.benchmark.steps import KEY, device_use, marked_steps, step_rows
 from lumos_nb.traces.run import Run, load_run
 
 BOOTSTRAPS = 2000
 CLOSE = 0.1
 """A step within so much of the original's is called alike."""
-_STEP = r"^ProfilerStep#?\d+$"
-_WRAPPER = r"^(autograd::|torch::autograd|.*Backward\d*$)"
-_COMMUNICATION = rf"{COMM_KERNELS}|^(c10d|_c10d_functional|_c10d_functional_autograd)::"
-_KEY = ["where", "name"]
+FIGURES = {
+    "figure": pl.String(),
+    "unit": pl.String(),
+    "original": pl.Float64(),
+    "replayed": pl.Float64(),
+    "low": pl.Float64(),
+    "high": pl.Float64(),
+}
+_AMOUNTS = ("count", "time_ns", "bytes")
+_SAMPLES = "device-*.csv"
+_SAMPLED = (
+    ("SM activity", "sm_share", "share"),
+    ("memory activity", "memory_share", "share"),
+    ("power", "power_w", "W"),
+)
+_FORMATS = {"ns": format_ns, "bytes": format_bytes, "share": format_share, "W": "{:.0f} W".format, "": "{:,.0f}".format}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +47,14 @@ class Similarity:
     ops
         One row an operator (`where` is host; its self time) or device kernel: `where`, `class`, `name`, `count` and
         `time_ns` a step of the original, `replayed_count`, `replayed_time_ns`. Medians over steps, sums over ranks.
+    communication
+        The same of `collective`s, with `bytes` and `replayed_bytes`, those that ranks give (null where they were not
+        recorded); times include waiting.
     figures
-        `figure`, `original`, `replayed`, `ratio`: a step's time (where the step times of both are known, with
-        `low` and `high` of the ratio: 95 %, bootstrapped over the steps), operator and kernel time, launches,
-        collectives, time in them.
+        `figure`, `unit`, `original`, `replayed`, `ratio`; of the step's time also `low` and `high` of the ratio (95 %,
+        bootstrapped over the steps). Only what both have is there: operator and kernel time, launches, collectives,
+        bytes and time in them; how busy devices are and how full their SMs; and what was sampled, where both folders
+        have `device-*.csv`.
     coverage_by_count, coverage_by_time
         The share of the original's operators, and of their time, that the benchmark calls too, by name.
     distance
@@ -46,6 +63,7 @@ class Similarity:
     """
 
     ops: pl.DataFrame
+    communication: pl.DataFrame
     figures: pl.DataFrame
     coverage_by_count: float
     coverage_by_time: float
@@ -53,28 +71,44 @@ class Similarity:
 
     @property
     def verdict(self) -> str:
-        """One line: alike or not, and by how much."""
+        """One line: alike, not alike or undecided, and by how much.
+
+        Steps are alike if they take equally long within `CLOSE`, and not if the whole interval of their ratio lies
+        further away; what is neither has steps that spread too much.
+        """
         step = self.figures.row(0, named=True)
-        lies = "" if step["low"] is None else f" ({step['low']:.3f} to {step['high']:.3f})"
-        alike = abs(step["ratio"] - 1) <= CLOSE or (step["low"] is not None and step["low"] <= 1 <= step["high"])
+        if abs(step["ratio"] - 1) <= CLOSE:
+            word = "Alike"
+        else:
+            word = "Not alike" if step["low"] > 1 + CLOSE or step["high"] < 1 - CLOSE else "Undecided"
         return (
-            f"{'Alike' if alike else 'Not alike'}: a step takes {step['ratio']:.3f}{lies} of the original's "
+            f"{word}: a step takes {step['ratio']:.3f} ({step['low']:.3f} to {step['high']:.3f}) of the original's "
             f"{format_ns(step['original'])}; {format_share(self.coverage_by_time)} of operator time covered; "
             f"{format_share(self.distance)} of it lies in other operators."
         )
 
     @property
     def classes(self) -> pl.DataFrame:
-        """`where`, `class`, `time_ns`, `replayed_time_ns`, `ratio`, the longest first; `similarity_bars` draws it."""
+        """`where`, `class`, `time_ns`, `replayed_time_ns`, `ratio`, the longest first, for `charts.similarity_bars`."""
         sums = self.ops.group_by("where", "class").agg(pl.col("time_ns", "replayed_time_ns").sum())
-        sums = sums.with_columns(ratio=pl.col("replayed_time_ns") / pl.col("time_ns"))
+        sums = sums.with_columns(ratio=_ratio("replayed_time_ns", "time_ns"))
         return sums.sort("time_ns", "class", descending=[True, False])
 
+    def _shown(self) -> list[pl.DataFrame]:
+        told = [
+            [None if one is None else _FORMATS[row["unit"]](one) for one in (row["original"], row["replayed"])]
+            for row in self.figures.iter_rows(named=True)
+        ]
+        sides = pl.DataFrame(told, schema=["original", "replayed"], orient="row")
+        shown = self.figures.select("figure", *sides, pl.col("ratio", "low", "high").round(3))
+        return [shown, self.classes, *([self.communication] if len(self.communication) else [])]
+
     def __repr__(self) -> str:
-        return f"{self.verdict}\n\n{text_table(self.figures)}\n\n{text_table(self.classes)}"
+        return "\n\n".join([self.verdict, *map(text_table, self._shown())])
 
     def _repr_html_(self) -> str:
-        return html_table(self.figures, caption=self.verdict) + html_table(self.classes)
+        first, *others = self._shown()
+        return html_table(first, caption=self.verdict) + "".join(map(html_table, others))
 
 
 def compare(original: Run | str | Path, replayed: Run | str | Path) -> Similarity:
@@ -97,104 +131,140 @@ def compare(original: Run | str | Path, replayed: Run | str | Path) -> Similarit
     ------
     RunError
         A run has no marked step.
+    InputError
+        It is neither a run nor the path of one.
 
     Examples
     --------
     >>> print(compare("runs/gpt", "bench/gpt/out").verdict)  # doctest: +SKIP
     """
-    (ours, ours_ns), (theirs, theirs_ns) = (_read(source) for source in (original, replayed))
-    both = ours.join(theirs, on=_KEY, how="full", coalesce=True, suffix="_replayed").with_columns(
-        pl.col("class").fill_null(pl.col("class_replayed"))
-    )
-    zeros = pl.col("count", "time_ns", "count_replayed", "time_ns_replayed").fill_null(0)
-    ops = both.with_columns(zeros).select(
-        *["where", "class", "name", "count", "time_ns"],
-        replayed_count="count_replayed",
-        replayed_time_ns="time_ns_replayed",
-    )
-    ops = ops.sort("time_ns", "name", descending=[True, False])
+    sides = _Side(original), _Side(replayed)
+    amounts = pl.col([name for one in _AMOUNTS for name in (one, f"{one}_replayed")])
+    both = sides[0].rows.join(sides[1].rows, on=KEY, how="full", coalesce=True, suffix="_replayed")
+    both = both.with_columns(amounts.fill_null(0)).rename({f"{one}_replayed": f"replayed_{one}" for one in _AMOUNTS})
+    both = both.sort("time_ns", *KEY, descending=[True, False, False])
+    work = both.filter(pl.col("where").is_in(["host", "device"]))
+    ops = work.select("where", _classes(work), "name", *_pairs("count", "time_ns"))
+    talks = both.filter(where="collective").select(pl.col("name").alias("collective"), *_pairs(*_AMOUNTS))
+    talks = talks.with_columns(pl.col(_pairs("bytes")).replace(0, None))  # a barrier, or not recorded
     called = pl.min_horizontal("count", "replayed_count")
-    by_count = ops.select(called.sum() / pl.col("count").sum()).item()
-    by_time = ops.select((pl.col("time_ns") * called / pl.col("count").clip(1)).sum() / pl.col("time_ns").sum()).item()
-    shares = ops.select(a=pl.col("time_ns") / pl.col("time_ns").sum(), b=pl.col("replayed_time_ns"))
-    distance = shares.select((pl.col("a") - pl.col("b") / pl.col("b").sum()).abs().sum() / 2).item()
-    return Similarity(ops, _figures(ops, ours_ns, theirs_ns), float(by_count), float(by_time), float(distance))
+    shares = ops.select(pl.col("time_ns", "replayed_time_ns") / pl.col("time_ns", "replayed_time_ns").sum())
+    return Similarity(
+        ops,
+        talks,
+        _figures(both, *sides),
+        ops.select(called.sum() / pl.col("count").sum()).item(),
+        ops.select((pl.col("time_ns") * called / pl.col("count").clip(1)).sum() / pl.col("time_ns").sum()).item(),
+        shares.select((pl.col("time_ns") - pl.col("replayed_time_ns")).abs().sum() / 2).item(),
+    )
 
 
-def _read(source: Run | str | Path) -> tuple[pl.DataFrame, np.ndarray]:
-    """Operators of a run a step, and the times of its steps."""
-    if not isinstance(source, Run | str | Path):
-        raise InputError(f"this takes a run, or the path of one; it was given a {type(source).__name__}.")
-    run = source if isinstance(source, Run) else load_run(source)
-    events = run.events
-    steps = events.filter((pl.col("category") == "user_annotation") & pl.col("name").str.contains(_STEP))
-    if steps.is_empty():
-        raise RunError("a run has no ProfilerStep mark: record it with ln.capture, or step the profiler.")
-    steps = steps.select("rank", step=pl.struct("rank", "start_ns").rank("dense"), begin="start_ns", end=_END)
-    if len(steps) > 2 * steps["rank"].n_unique():  # in the first the profiler is still at work
-        steps = steps.filter(pl.col("begin") > pl.col("begin").min().over("rank"))
-    files = [] if isinstance(source, Run) else sorted(Path(source).glob("steps*.csv"))
-    if files:
+class _Side:
+    """A run as it is compared: what a step does, and how long steps take."""
+
+    def __init__(self, source: Run | str | Path) -> None:
+        if not isinstance(source, Run | str | Path):
+            raise InputError(f"this takes a run, or the path of one; it was given a {type(source).__name__}.")
+        self.run = source if isinstance(source, Run) else load_run(source)
+        self.folder = None if isinstance(source, Run) else Path(source)
+        self.rows = typical(step_rows(self.run))
+
+    def files(self, pattern: str) -> list[Path]:
+        return [] if self.folder is None or not self.folder.is_dir() else sorted(self.folder.glob(pattern))
+
+    def timed_ns(self) -> NDArray[np.float64] | None:
+        """Times of the steps that nothing was attached to; None where none are known."""
+        if not (files := self.files("steps*.csv")):
+            return None
         times = pl.concat([pl.read_csv(file) for file in files]).group_by("step").agg(pl.col("wall_ns").max())
-        return _ops(events, steps), times.sort("step")["wall_ns"].to_numpy()
-    return _ops(events, steps), (steps["end"] - steps["begin"]).to_numpy()
+        return times.sort("step")["wall_ns"].to_numpy().astype(np.float64)
+
+    def traced_ns(self) -> NDArray[np.float64]:
+        """Times of the profiled steps."""
+        steps = marked_steps(self.run)
+        return (steps["end_ns"] - steps["start_ns"]).to_numpy().astype(np.float64)
+
+    def use(self) -> pl.DataFrame:
+        """Medians of how busy devices are."""
+        return device_use(self.run).select(pl.col("busy_share", "occupancy_share").median())
+
+    def sampled(self, column: str) -> float | None:
+        """The mean of what was sampled of the device; None where nothing was."""
+        files = self.files(_SAMPLES)
+        found = pl.concat([pl.read_csv(file) for file in files])[column].mean() if files else None
+        return None if found is None else float(found)  # type: ignore[arg-type]
 
 
-_END = pl.col("start_ns") + pl.col("dur_ns")
+def _pairs(*names: str) -> list[str]:
+    return [*names, *(f"replayed_{name}" for name in names)]
 
 
-def _ops(events: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
-    """`where`, `class`, `name`, and a step's `count` and `time_ns`: the median over steps, summed over ranks."""
-    host = _self_times(events.filter((pl.col("category") == "cpu_op") & pl.col("thread").is_not_null()))
-    host = host.filter(~pl.col("name").str.contains(_WRAPPER))
-    device = events.filter(pl.col("category").is_in(list(DEVICE_CATEGORIES)))
-    columns = ("rank", "name", "start_ns", "dur_ns")
-    rows = pl.concat([host.select(*columns, where=pl.lit("host")), device.select(*columns, where=pl.lit("device"))])
-    rows = rows.sort("start_ns").join_asof(
-        steps.sort("begin"), left_on="start_ns", right_on="begin", by="rank", strategy="backward",
-        check_sortedness=False,
-    )  # fmt: skip
-    rows = rows.filter(pl.col("start_ns") < pl.col("end"))
-    each = rows.group_by("rank", "step", *_KEY).agg(count=pl.len(), time_ns=pl.col("dur_ns").sum())
-    per_rank = each.group_by("rank", *_KEY).agg(pl.col("count", "time_ns").median())
-    found = per_rank.group_by(_KEY).agg(pl.col("count", "time_ns").sum())
-    family = pl.Series([OPERATORS[key].family if key in OPERATORS else None for key in _keys(found)], dtype=pl.String)
-    kernels = kernel_families(found["name"])["family"]
-    named = pl.when(pl.col("where") == "device").then(kernels).otherwise(family)
-    return found.with_columns(named.fill_null("other").alias("class"))
+def _ratio(over: str, under: str) -> pl.Expr:
+    return pl.when(pl.col(under) > 0).then(pl.col(over) / pl.col(under))
 
 
-def _keys(found: pl.DataFrame) -> pl.Series:
-    return found.select(operator_key(pl.col("name"))).to_series()
+def _classes(work: pl.DataFrame) -> pl.Series:
+    """What kind of work operators and kernels are."""
+    keys = work.select(operator_key(pl.col("name"))).to_series()
+    family = pl.Series([OPERATORS[key].family if key in OPERATORS else None for key in keys], dtype=pl.String)
+    kernels = work.select("name").join(kernel_families(work["name"]), on="name", how="left", maintain_order="left")
+    named = pl.when(work["where"] == "device").then(kernels["family"]).otherwise(family)
+    return pl.select(named.fill_null("other").alias("class")).to_series()
 
 
-def _self_times(host: pl.DataFrame) -> pl.DataFrame:
-    """Operators with what they took beyond the operators within them as `dur_ns`."""
-    host = host.with_columns(lane=pl.struct("rank", "thread").rank("dense").cast(pl.Int64))
-    host = host.sort("lane", "start_ns", "dur_ns", descending=[False, False, True])
-    start, length = (host[name].to_numpy(writable=True) for name in ("start_ns", "dur_ns"))
-    parent = nearest_encloser(host["lane"].to_numpy(writable=True), start, start + length)
-    inner = np.bincount(parent[parent >= 0], length[parent >= 0], minlength=len(host))
-    return host.with_columns(dur_ns=pl.Series((length - inner).clip(0).astype(np.int64)))
+def _figures(both: pl.DataFrame, ours: _Side, theirs: _Side) -> pl.DataFrame:
+    rows = [("step", "ns", *_step_times(ours, theirs)), *_sums(both), *_shares(ours, theirs)]
+    frame = pl.DataFrame(rows, schema=FIGURES, orient="row")
+    return frame.with_columns(ratio=_ratio("replayed", "original")).select(*list(FIGURES)[:4], "ratio", "low", "high")
 
 
-def _figures(ops: pl.DataFrame, ours_ns: np.ndarray, theirs_ns: np.ndarray) -> pl.DataFrame:
+def _step_times(ours: _Side, theirs: _Side) -> tuple[float, float, float, float]:
+    """Medians of both, and an interval of their ratio."""
+    timed = ours.timed_ns(), theirs.timed_ns()
+    known = timed[0] is not None and timed[1] is not None
+    a_ns, b_ns = (one for one in timed if one is not None) if known else (ours.traced_ns(), theirs.traced_ns())
     rng = np.random.default_rng(0)
-    drawn = [np.median(rng.choice(times, (BOOTSTRAPS, len(times))), axis=1) for times in (theirs_ns, ours_ns)]
+    drawn = [np.median(rng.choice(times, (BOOTSTRAPS, len(times))), axis=1) for times in (b_ns, a_ns)]
     low, high = np.quantile(drawn[0] / drawn[1], [0.025, 0.975])
-    rows = [("step (ns)", float(np.median(ours_ns)), float(np.median(theirs_ns)), low, high)]
-    device, comm = pl.col("where") == "device", pl.col("name").str.contains(_COMMUNICATION)
-    for figure, which, column in (
-        ("operators, self time (ns)", ~device, "time_ns"),
-        ("operators", ~device, "count"),
-        ("kernels, time (ns)", device, "time_ns"),
-        ("kernels", device, "count"),
-        ("collectives, time (ns)", comm, "time_ns"),
-        ("collectives", comm, "count"),
+    return float(np.median(a_ns)), float(np.median(b_ns)), float(low), float(high)
+
+
+_Figure = tuple[str, str, float, float, float | None, float | None]
+
+
+def _sums(both: pl.DataFrame) -> Iterator[_Figure]:
+    """Counts, times and bytes that both sides have or lack."""
+    for where, figure, column, unit in (
+        ("host", "operators", "count", ""),
+        ("host", "operators, self time", "time_ns", "ns"),
+        ("launch", "kernel launches", "count", ""),
+        ("device", "kernels", "count", ""),
+        ("device", "kernels, time", "time_ns", "ns"),
+        ("collective", "collectives", "count", ""),
+        ("collective", "collectives, volume", "bytes", "bytes"),
+        ("collective", "collectives, time", "time_ns", "ns"),
     ):
-        sums = ops.filter(which).select(pl.col(column, f"replayed_{column}").sum()).row(0)
-        rows += [(figure, float(sums[0]), float(sums[1]), None, None)] if any(sums) else []
-    columns = ["figure", "original", "replayed", "low", "high"]
-    frame = pl.DataFrame(rows, schema=columns, orient="row")
-    ratio = pl.when(pl.col("original") > 0).then(pl.col("replayed") / pl.col("original"))
-    return frame.select(*columns[:3], ratio.alias("ratio"), *columns[3:])
+        a, b = both.filter(where=where).select(pl.col(_pairs(column)).sum()).row(0)
+        if a or b:
+            yield figure, unit, float(a), float(b), None, None
+
+
+def _shares(ours: _Side, theirs: _Side) -> Iterator[_Figure]:
+    """How busy devices are by the traces, and by what was sampled."""
+    used = ours.use(), theirs.use()
+    for figure, column in (("kernels run", "busy_share"), ("SM occupancy, estimated", "occupancy_share")):
+        a, b = (one[column].item() for one in used)
+        if a is not None and b is not None:
+            yield figure, "share", float(a), float(b), None, None
+    for figure, column, unit in _SAMPLED:
+        a, b = ours.sampled(column), theirs.sampled(column)
+        if a is not None and b is not None:
+            yield f"{figure}, sampled", unit, a, b, None, None
+
+
+def typical(rows: pl.DataFrame) -> pl.DataFrame:
+    """A step of `step_rows`: medians over steps (0 in those that have none of a name), sums over ranks."""
+    everywhere = rows.select("rank", *KEY).unique().join(rows.select("rank", "step").unique(), on="rank")
+    each = everywhere.join(rows, on=["rank", "step", *KEY], how="left").with_columns(pl.col(_AMOUNTS).fill_null(0))
+    per_rank = each.group_by("rank", *KEY).agg(pl.col(_AMOUNTS).median())
+    return per_rank.group_by(KEY).agg(pl.col(_AMOUNTS).sum()).filter(pl.col("count") > 0)
