@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import lumos_nb as ln
+from lumos_nb import generate_cli
 from lumos_nb.display import text_table
 from lumos_nb.exchange import chakra
-from lumos_nb.terminal import AddVerb, as_json, load, progress
+from lumos_nb.terminal import Verbs, as_json, load, progress, written_files
 
 CONVERT = """
 examples:
@@ -37,6 +37,10 @@ examples:
   lumos-nb chakra view out job.json.gz                        for ui.perfetto.dev: as recorded, and as replayed
   lumos-nb chakra view out/chakra.0.et rank-0.json.gz         one rank
 """
+GENERATE = """
+examples:
+  lumos-nb chakra generate pattern out --ranks 8 --collective all_reduce --size-bytes 1048576
+"""
 LINK = """
 examples:
   lumos-nb chakra link rank-0.et.json.gz rank-0.json.gz    which ops and kernels are whose, and how many are nobody's
@@ -44,8 +48,10 @@ examples:
 """
 
 
-def add_verbs(verb: AddVerb) -> None:
-    """Add them to the parser of `lumos-nb chakra`."""
+def add_verbs(verbs: Verbs) -> None:
+    """Add them to those of `lumos-nb chakra`."""
+    verb = verbs.add
+    generate_cli.add_verbs(verbs.group("generate", "workloads that nobody has run, as Chakra files", GENERATE).add)
     link = verb("link", _link, "an execution trace joined with a profile: times, device work, what is linked", LINK)
     link.add_argument("execution_trace", metavar="ET", help="a file, or a folder or archive with one a rank")
     link.add_argument("run", metavar="RUN", help="a Kineto trace of the same program, or a folder of them")
@@ -108,15 +114,8 @@ def _convert(arguments: argparse.Namespace) -> str:
         else:
             say("building the graph")
             graph = ln.build_graph(run, arguments.step)
-            say("writing")
-            written = chakra.write(graph, arguments.out, target=arguments.target)
-    return as_json({"written": [str(path) for path in written]}) if arguments.json else _names(arguments.out, written)
-
-
-def _names(folder: Path, written: Sequence[Path]) -> str:
-    names = [path.name for path in written]
-    middle = [f"... ({len(names) - 4} more)"] if len(names) > 6 else names[2:-2]
-    return f"In {folder}: {', '.join([*names[:2], *middle, *names[2:][-2:]])}"
+            written = chakra.write(graph, arguments.out, target=arguments.target, progress=say)
+    return written_files(arguments, written)
 
 
 def _validate(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -141,11 +140,7 @@ def _obfuscate(arguments: argparse.Namespace) -> str:
         say(f"obfuscating {arguments.path}")
         found = chakra.obfuscate(arguments.path, policy)
         written = found.write(arguments.out)
-    return (
-        as_json({"report": found.report.to_dicts()})
-        if arguments.json
-        else f"{found}\n\n{_names(arguments.out, written)}"
-    )
+    return as_json({"report": found.report.to_dicts()}) if arguments.json else written_files(arguments, written, found)
 
 
 def _chakra_json(arguments: argparse.Namespace) -> str:

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lumos-nb {version('lumos-nb')}")
     verbs = Verbs(parser)
     _add_step_verbs(verbs.add)
-    chakra_cli.add_verbs(verbs.group("chakra", "Chakra and PyTorch execution traces", CHAKRA).add)
+    chakra_cli.add_verbs(verbs.group("chakra", "Chakra and PyTorch execution traces", CHAKRA))
     return parser
 
 

@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import lumos_nb as ln
@@ -55,6 +56,16 @@ def count(text: str) -> int:
 def as_json(rows: object) -> str:
     """Rows as JSON text."""
     return json.dumps(rows, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def written_files(arguments: argparse.Namespace, written: Sequence[Path], said: object = "") -> str:
+    """What was said of files, and which were written into `arguments.out`; or these as JSON."""
+    names = [path.name for path in written]
+    if arguments.json:
+        return as_json({"written": [str(path) for path in written]})
+    middle = [f"... ({len(names) - 4} more)"] if len(names) > 6 else names[2:-2]
+    where = f"In {arguments.out}: {', '.join([*names[:2], *middle, *names[2:][-2:]])}"
+    return f"{said}\n\n{where}" if said else where
 
 
 def print_whole(text: str) -> None:

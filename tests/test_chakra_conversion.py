@@ -92,6 +92,23 @@ def test_estimates_are_written_for_every_rank_and_pass(tmp_path, ranks):
     assert abs(now.makespan_ns - found.result.makespan_ns) <= 5000
 
 
+def test_thousands_of_ranks_are_written_one_at_a_time(tmp_path):
+    """Each as it is asked for: three of 4,096, whose groups are those of all."""
+    layout = ln.Parallelism(tp=8, pp=4, dp=128, zero=1)
+    found = ln.estimate(MODEL, layout, msgspec.structs.replace(TRAIN, global_batch=512), cluster(4096))
+    told = []
+    ln.chakra.write(found, tmp_path, ranks=(0, 17, 4095), progress=told.append)
+    assert told == ["writing rank 0, 1 of 3", "writing rank 17, 2 of 3", "writing rank 4095, 3 of 3"]
+    groups = ln.chakra.read_groups(tmp_path)
+    of_17 = ln.chakra.read_file(tmp_path / "chakra.17.et").table
+    assert {tuple(groups[name]) for name in of_17["pg_name"].drop_nulls().unique()} >= {
+        tuple(range(16, 24)), tuple(range(1, 1024, 8)),
+    }  # fmt: skip
+    last = ln.chakra.read_file(tmp_path / "chakra.4095.et").table
+    assert {*of_17.filter(type="COMM_SEND_NODE")["comm_dst"]} == {17 + 1024}
+    assert {*last.filter(type="COMM_RECV_NODE")["comm_src"]} == {4095 - 1024}
+
+
 def test_rings_of_an_estimate_go_round(tmp_path):
     ln.chakra.write(ln.estimate(MODEL, LAYOUTS[24], TRAIN, cluster(24)), tmp_path)
     nodes = ln.chakra.read_file(tmp_path / "chakra.12.et").table  # in the ring 8, 10, 12, 14
@@ -226,6 +243,13 @@ def test_what_is_no_workload_is_refused(tmp_path):
         ln.chakra.write("graph", tmp_path)
     with pytest.raises(InputError, match="'ns3'"):
         ln.chakra.write(graph([kernel(0)], [(0, 0, 0, False, "")]), tmp_path, target="ns3")
+
+
+def test_a_folder_with_files_of_other_ranks_is_refused(tmp_path):
+    ln.chakra.write(ln.chakra.pattern(3, compute_us=1), tmp_path)
+    with pytest.raises(ChakraError, match=r"chakra\.2\.et is none of this job's 2 files"):
+        ln.chakra.write(ln.chakra.pattern(2, compute_us=1), tmp_path)
+    ln.chakra.write(ln.chakra.pattern(2, compute_us=1), tmp_path, prefix="other")
 
 
 def longest(nodes: pl.DataFrame) -> int:

@@ -142,6 +142,7 @@ def test_wrong_usage_is_2_with_the_usage(arguments, capsys):
 
 
 CHAKRA = [f"chakra {verb}" for verb in ("link", "convert", "validate", "obfuscate", "json", "view")]
+CHAKRA += [f"chakra generate {what}" for what in ("llm", "dlrm", "pattern")]
 
 
 @pytest.mark.parametrize("verb", ["replay", "compare", "check", *CHAKRA])
@@ -149,7 +150,7 @@ def test_help_has_examples_that_parse(verb, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main([*verb.split(), "--help"])
     assert stopped.value.code == 0
-    shown = capsys.readouterr().out
+    shown = re.sub(r" *\\\n *", " ", capsys.readouterr().out)
     lines = [line.strip() for line in shown.splitlines() if line.startswith("  lumos-nb ")]
     examples = [re.split(r" {2,}| \| ", line)[0] for line in lines]
     assert len(examples) >= 2
@@ -192,6 +193,51 @@ def test_an_execution_trace_is_converted_with_its_profile(tmp_path, capfd):
     nodes = ln.chakra.read_file(tmp_path / "out/chakra.0.et").table
     assert nodes["ctrl_deps"].list.len().sum() > 5000
     assert nodes.filter(name="gap").height > 0
+
+
+H100 = ["--cluster", "gpu=H100-SXM-80GB", "inside=NVLink4-NVSwitch"]
+STEP = ["--train", "micro_batch=1", "global_batch=8", "seq=2048"]
+
+
+def test_workloads_are_generated_from_configuration(tmp_path, capfd):
+    generate = ("chakra", "generate")
+    text = printed(capfd, *generate, "llm", "gpt3-1.3b", tmp_path / "a", "--layout", "tp=2", "dp=4", *STEP, *H100)
+    assert "A step of gpt3-1.3b on 8 x H100-SXM-80GB" in text
+    assert list(ln.chakra.rank_files(tmp_path / "a")) == [*range(8)]
+    model = tmp_path / "model.json"
+    model.write_text(ln.Transformer.named("gpt3-1.3b").to_json())
+    layout = ["--layout", "dp=8", "--only", "5", "2"]
+    said = json.loads(printed(capfd, *generate, "llm", model, tmp_path / "b", *layout, *STEP, *H100, "--json"))
+    assert [Path(path).name for path in said["written"]] == ["chakra.5.et", "chakra.2.et", "chakra.groups.json"]
+    assert ln.chakra.read_groups(tmp_path / "b") == {"0": [*range(8)]}
+    model.write_text('{"dense": 13, "bottom": [512, 64], "top": [512, 1]}')
+    (tmp_path / "tables.csv").write_text("table,rows,dim,pooling\na,1000000,64,20\nb,500000,64,1\n")
+    args = [model, tmp_path / "tables.csv", tmp_path / "c", "--train", "global_batch=8192", *H100, "gpus_per_node=2"]
+    assert "A step of a DLRM on 2 x" in printed(capfd, *generate, "dlrm", *args, "--target", "astra-sim")
+    pattern = ["pattern", tmp_path / "d", "--ranks", "4", "--rounds", "3", "--collective", "all_gather"]
+    printed(capfd, *generate, *pattern, "--compute-us", "100", "--transfer-us", "30", "--in-turn")
+    assert ln.replay(ln.chakra.to_graph(tmp_path / "d")).makespan_ns == 3 * 130_000
+    for folder in "acd":
+        assert "nothing found" in printed(capfd, "chakra", "validate", tmp_path / folder, "--target", "astra-sim")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["llm", "gpt9", "out", *STEP, *H100], "no model is called 'gpt9'", id="no such model"),
+        pytest.param(["llm", "gpt2-xl", "out", *STEP, *H100, "--layout", "tp=x"], "got `str` - at `$.tp`", id="type"),
+        pytest.param(["llm", "gpt2-xl", "out", *STEP, *H100, "--layout", "tp"], "'tp' is no FIELD=VALUE", id="words"),
+        pytest.param(["dlrm", "m.json", "t.csv", "out", *STEP, *H100], "'m.json' is no FIELD=VALUE", id="no file"),
+        pytest.param(["pattern", "out", "--ranks", "2"], "a pattern of nothing", id="nothing"),
+        pytest.param(["pattern", "out", "--ranks", "2", "--compute-us", "1", "--only", "2"], "no rank 2", id="rank"),
+    ],
+)
+def test_what_cannot_be_generated_is_an_error_in_a_line(arguments, message, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["chakra", "generate", *arguments]) == 1
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n"), message in err) == ("", 1, True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_findings_of_a_check_are_exit_code_1(tmp_path, capfd):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,7 @@ import polars as pl
 from lumos_nb.errors import ChakraError, InputError
 from lumos_nb.exchange.chakra.files import write_ranks
 from lumos_nb.exchange.chakra.ranks import Job
-from lumos_nb.exchange.chakra.tables import NODES, Nodes, completed
+from lumos_nb.exchange.chakra.tables import NODES, Nodes
 from lumos_nb.exchange.chakra.to_nodes import nodes_of
 from lumos_nb.exchange.chakra.validation import TARGETS, check
 from lumos_nb.graph import Graph
@@ -24,19 +25,21 @@ TOLERATED = ("attribute", "duration")
 
 
 class Estimated(Protocol):
-    """A predicted step: a graph of one rank for each pipeline stage, and the layout that says who they stand for."""
+    """A predicted step; one with a `layout` has a rank of each pipeline stage, which stands for all of the stage."""
 
     @property
     def graph(self) -> Graph:
         """The workload."""
 
-    @property
-    def layout(self) -> Parallelism:
-        """How it is spread."""
-
 
 def write(
-    source: Graph | Estimated, folder: str | Path, *, prefix: str = "chakra", target: str | None = None
+    source: Graph | Estimated,
+    folder: str | Path,
+    *,
+    prefix: str = "chakra",
+    target: str | None = None,
+    ranks: Iterable[int] | None = None,
+    progress: Callable[[str], None] = lambda _doing: None,
 ) -> list[Path]:
     """Write a workload as Chakra files, one a rank, with the JSON file of its process groups.
 
@@ -46,13 +49,17 @@ def write(
     Parameters
     ----------
     source
-        A graph, or an estimate, of which every rank of the layout is written: ranks that stand for one another differ
-        in their groups and peers.
+        A graph, or an estimate, of which every rank is written: those that stand for one another differ in their groups
+        and peers. One rank at a time is in memory, beside one of each pipeline stage.
     folder
         Made if it is not there. `<prefix>.<rank>.et` and `<prefix>.groups.json` are replaced.
     target
         "astra-sim": collectives that it cannot run, missing sizes and absent ranks are refused, and the latency between
         a launch and its kernel is left out, which its one host resource would serialise.
+    ranks
+        Those whose files are written, all by default; the groups are always those of all.
+    progress
+        Told which rank is written.
 
     Returns
     -------
@@ -62,49 +69,100 @@ def write(
     Raises
     ------
     ChakraError
-        The workload cannot be said in Chakra, or not so that the target runs it; the message names the node.
+        The workload cannot be said in Chakra, or not so that the target runs it; the message names the node. Or the
+        folder holds files of other ranks, which would be taken for this job's.
     GraphError
         The graph's edges make a cycle, or it is unsound otherwise.
     InputError
-        The target is unknown, or the source has no graph.
+        The target or a rank is unknown, or the source has no graph.
 
     Examples
     --------
     >>> write(build_graph(run), "out/", target="astra-sim")  # doctest: +SKIP
     """
-    files, groups = files_of(source, target)
-    return write_ranks(files, folder, prefix, groups)
+    job = RankFiles.of(source, target)
+    chosen = [*job.tables] if ranks is None else [*ranks]
+    if unknown := [rank for rank in chosen if rank not in job.tables]:
+        raise InputError(f"there is no rank {unknown[0]!r}; the workload has {len(job.tables)}: {[*job.tables][:8]}.")
+    ours = {f"{prefix}.{rank}.et" for rank in job.tables}
+    for file in sorted(Path(folder).glob(f"{prefix}.*.et*")):
+        if file.name not in ours:
+            raise ChakraError(f"{file} is none of this job's {len(ours)} files: delete it, or give another folder.")
+
+    def files() -> Iterator[tuple[int, Nodes]]:
+        for k, rank in enumerate(chosen):
+            progress(f"writing rank {rank}, {k + 1} of {len(chosen)}")
+            yield rank, job.nodes(rank)
+
+    return write_ranks(files(), folder, prefix, job.groups)
 
 
-def files_of(source: Graph | Estimated, target: str | None) -> tuple[Iterator[tuple[int, Nodes]], dict[str, list[int]]]:
-    """The nodes of every rank, one after the other, and the groups; errors as of `write`, before any rank is given."""
-    if target not in TARGETS:
-        raise InputError(f"target is {target!r}; it may be None or 'astra-sim'.")
-    graph = source if isinstance(source, Graph) else getattr(source, "graph", None)
-    if not isinstance(graph, Graph):
-        raise InputError(f"this writes a Graph or an estimate, not a {type(source).__name__}.")
-    layout, stride = getattr(source, "layout", None), 1
-    nodes = nodes_of(graph, latencies=target is None, rings=isinstance(layout, Parallelism))
-    rings: dict[tuple[str, int], list[int]] = {}
-    ranks = {rank: table for (rank,), table in nodes.partition_by("rank", as_dict=True).items()}
-    if isinstance(layout, Parallelism):
-        stages = {kind: [[*ranks]] if kind == "pp" else [[r] for r in ranks] for kind in GROUPS}
-        numbers, groups = _numbered(stages, ranks)
-        _refuse(Job.of(_named(ranks, numbers), groups), target)  # one pipeline stands for all
-        stride = layout.world // layout.pp
-        ranks = {rank: ranks[rank // stride] for rank in range(layout.world)}
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """What the files of a job will hold, put together when a rank is asked for.
+
+    Attributes
+    ----------
+    tables
+        Nodes by rank; ranks that a symmetry makes equal share them.
+    groups
+        Ranks by the number of their group.
+    numbers
+        Of each rank: number of its group by its name.
+    stride
+        Ranks between two pipeline stages.
+    rings
+        Name of a group and rank -> ranks round which messages go.
+    """
+
+    tables: Mapping[int, pl.DataFrame]
+    groups: dict[str, list[int]]
+    numbers: Mapping[int, Mapping[str, str]]
+    stride: int = 1
+    rings: Mapping[tuple[str, int], list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Graph | Estimated, target: str | None) -> RankFiles:
+        """The files of a graph or an estimate; errors as of `write`."""
+        if target not in TARGETS:
+            raise InputError(f"target is {target!r}; it may be None or 'astra-sim'.")
+        graph = source if isinstance(source, Graph) else getattr(source, "graph", None)
+        if not isinstance(graph, Graph):
+            raise InputError(f"this writes a Graph or an estimate, not a {type(source).__name__}.")
+        layout = getattr(source, "layout", None)
+        layout = layout if isinstance(layout, Parallelism) else None
+        nodes = nodes_of(graph, latencies=target is None, rings=layout is not None)
+        tables = {rank: table for (rank,), table in nodes.partition_by("rank", as_dict=True).items()}
+        if layout is None:
+            met = _met(nodes, complete=target is not None)
+        else:
+            met = {kind: [[*tables]] if kind == "pp" else [[rank] for rank in tables] for kind in GROUPS}
+        found = cls(tables, *_numbered(met, tables))
+        _refuse(found, target)  # of an estimate one pipeline stands for all
+        if layout is None:
+            return found
         every = {kind: layout.groups(kind).tolist() for kind in GROUPS}
-        numbers, groups = _numbered(every, ranks)
+        stride = layout.world // layout.pp
+        tables = {rank: tables[rank // stride] for rank in range(layout.world)}
         rings = {(kind, rank): one for kind, sets in every.items() for one in sets for rank in one}
-    else:
-        numbers, groups = _numbered(_met(nodes, complete=target is not None), ranks)
-        _refuse(Job.of(_named(ranks, numbers), groups), target)
-    named = ((rank, _named({rank: table}, numbers, stride, rings)[rank]) for rank, table in ranks.items())
-    return ((rank, Nodes.of(table, version=VERSION)) for rank, table in named), groups
+        return cls(tables, *_numbered(every, tables), stride, rings)
 
-
-Numbers = Mapping[tuple[str, int], str]
-"""Name of a group, and a rank in it -> its number."""
+    def nodes(self, rank: int) -> Nodes:
+        """The nodes of a rank, groups by their number, peers by their rank, in a ring the next and the one before."""
+        is_collective, sends = pl.col("type") == "COMM_COLL_NODE", pl.col("type") == "COMM_SEND_NODE"
+        number = pl.col("group").replace_strict(self.numbers.get(rank, {}), default=None, return_dtype=pl.String)
+        table = self.tables[rank].with_columns(
+            *(pl.col(name) * self.stride + rank % self.stride for name in ("comm_src", "comm_dst")),
+            pg_name=pl.when(is_collective).then(number),
+        )
+        for name in table["ring"].drop_nulls().unique() if self.rings else ():
+            ring = self.rings[name, rank]
+            at, on_it = ring.index(rank), pl.col("ring") == name
+            table = table.with_columns(
+                comm_dst=pl.when(on_it & sends).then(ring[at + 1 - len(ring)]).otherwise("comm_dst"),
+                comm_src=pl.when(on_it & ~sends).then(ring[at - 1]).otherwise("comm_src"),
+            )
+        return Nodes.of(table.select(name for name in table.columns if name in NODES.columns), version=VERSION)
 
 
 def _met(nodes: pl.DataFrame, *, complete: bool) -> dict[str, list[list[int]]]:
@@ -141,56 +199,26 @@ def _met(nodes: pl.DataFrame, *, complete: bool) -> dict[str, list[list[int]]]:
 
 
 def _numbered(
-    groups: Mapping[str, list[list[int]]], ranks: Mapping[int, pl.DataFrame]
-) -> tuple[Numbers, dict[str, list[int]]]:
-    """Numbers of groups, those that a rank uses, and their ranks."""
-    used = {id(table): {*table.filter(type="COMM_COLL_NODE").get_column("group")} for table in ranks.values()}
-    numbers: dict[tuple[str, int], str] = {}
+    groups: Mapping[str, list[list[int]]], tables: Mapping[int, pl.DataFrame]
+) -> tuple[dict[str, list[int]], dict[int, dict[str, str]]]:
+    """The groups that ranks use, by number, and for each rank the numbers by name."""
+    used = {id(table): {*table.filter(type="COMM_COLL_NODE").get_column("group")} for table in tables.values()}
+    numbers: dict[int, dict[str, str]] = {rank: {} for rank in tables}
     listed: dict[str, list[int]] = {}
     for name, sets in groups.items():
         for members in sets:
-            there = [rank for rank in members if rank in ranks and name in used[id(ranks[rank])]]
+            there = [rank for rank in members if rank in tables and name in used[id(tables[rank])]]
             if there:
                 number = str(len(listed))
                 listed[number] = there
-                numbers |= {(name, rank): number for rank in there}
-    return numbers, listed
+                for rank in there:
+                    numbers[rank][name] = number
+    return listed, numbers
 
 
-def _named(
-    ranks: Mapping[int, pl.DataFrame],
-    numbers: Numbers,
-    stride: int = 1,
-    rings: Mapping[tuple[str, int], list[int]] | None = None,
-) -> dict[int, pl.DataFrame]:
-    """Node tables of ranks, groups by their number, peers by their rank; `stride` ranks lie between two stages.
-
-    In a ring, one of `rings` by name and rank, a rank sends to the next; where none is given, to itself.
-    """
-    tables = {}
-    for rank, table in ranks.items():
-        own = {name: number for (name, of), number in numbers.items() if of == rank}
-        is_collective = pl.col("type") == "COMM_COLL_NODE"
-        table = table.with_columns(
-            *(pl.col(name) * stride + rank % stride for name in ("comm_src", "comm_dst")),
-            pg_name=pl.when(is_collective).then(
-                pl.col("group").replace_strict(own, default=None, return_dtype=pl.String)
-            ),
-        )
-        for name in table["ring"].drop_nulls().unique() if rings and "ring" in table.columns else ():
-            ring = (rings or {})[name, rank]
-            at, sends = ring.index(rank), pl.col("type") == "COMM_SEND_NODE"
-            table = table.with_columns(
-                comm_dst=pl.when((pl.col("ring") == name) & sends).then(ring[at + 1 - len(ring)]).otherwise("comm_dst"),
-                comm_src=pl.when((pl.col("ring") == name) & ~sends).then(ring[at - 1]).otherwise("comm_src"),
-            )
-        tables[rank] = completed(table.select(name for name in table.columns if name in NODES.columns))
-    return tables
-
-
-def _refuse(job: Job, target: str | None) -> None:
+def _refuse(files: RankFiles, target: str | None) -> None:
     """Raise ChakraError for the first finding that would make the files wrong."""
-    found = check(job, target)
+    found = check(Job.of({rank: files.nodes(rank) for rank in files.tables}, files.groups), target)
     if target is None:
         found = found.filter(~pl.col("rule").is_in(TOLERATED))
     if not found.is_empty():

@@ -17,7 +17,7 @@ import polars as pl
 
 from lumos_nb.display import format_bytes, format_share, html_table, text_table
 from lumos_nb.errors import InputError
-from lumos_nb.exchange.chakra.conversion import VERSION, Estimated, files_of
+from lumos_nb.exchange.chakra.conversion import VERSION, Estimated, RankFiles
 from lumos_nb.exchange.chakra.files import rank_files, read_file, read_groups, write_ranks
 from lumos_nb.exchange.chakra.messages import COLLECTIVES
 from lumos_nb.exchange.chakra.tables import NODES, Nodes
@@ -171,8 +171,8 @@ def _read(source: str | Path | Nodes | Graph | Estimated) -> tuple[dict[int, Nod
         return {0: source}, {}
     if isinstance(source, str | Path):
         return {rank: read_file(file) for rank, file in rank_files(source).items()}, read_groups(source)
-    files, groups = files_of(source, None)
-    return dict(files), groups
+    files = RankFiles.of(source, None)
+    return {rank: files.nodes(rank) for rank in files.tables}, files.groups
 
 
 def _made(
