@@ -14,6 +14,8 @@ from lumos_nb.exchange import on_first_use
 if TYPE_CHECKING:
     from lumos_nb.exchange.benchmark.program import generate as generate
     from lumos_nb.exchange.benchmark.program import replay as replay
+    from lumos_nb.exchange.benchmark.selection import Selection as Selection
+    from lumos_nb.exchange.benchmark.selection import select as select
     from lumos_nb.exchange.benchmark.similarity import Similarity as Similarity
     from lumos_nb.exchange.benchmark.similarity import compare as compare
     from lumos_nb.exchange.benchmark.tables import Workload as Workload
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "program": ("generate", "replay"),
+    "selection": ("Selection", "select"),
     "similarity": ("Similarity", "compare"),
     "tables": ("Workload", "workload"),
 }

@@ -14,7 +14,7 @@ from lumos_nb.costs.names import kernel_families
 from lumos_nb.costs.operators import OPERATORS, operator_key
 from lumos_nb.display import format_bytes, format_ns, format_share, html_table, text_table
 from lumos_nb.errors import InputError
-from lumos_nb.exchange.benchmark.steps import KEY, device_use, marked_steps, step_rows
+from lumos_nb.exchange.benchmark.steps import AMOUNTS, KEY, device_use, marked_steps, step_rows, typical
 from lumos_nb.traces.run import Run, load_run
 
 BOOTSTRAPS = 2000
@@ -28,7 +28,6 @@ FIGURES = {
     "low": pl.Float64(),
     "high": pl.Float64(),
 }
-_AMOUNTS = ("count", "time_ns", "bytes")
 _SAMPLES = "device-*.csv"
 _SAMPLED = (
     ("SM activity", "sm_share", "share"),
@@ -139,13 +138,13 @@ def compare(original: Run | str | Path, replayed: Run | str | Path) -> Similarit
     >>> print(compare("runs/gpt", "bench/gpt/out").verdict)  # doctest: +SKIP
     """
     sides = _Side(original), _Side(replayed)
-    amounts = pl.col([name for one in _AMOUNTS for name in (one, f"{one}_replayed")])
+    amounts = pl.col([name for one in AMOUNTS for name in (one, f"{one}_replayed")])
     both = sides[0].rows.join(sides[1].rows, on=KEY, how="full", coalesce=True, suffix="_replayed")
-    both = both.with_columns(amounts.fill_null(0)).rename({f"{one}_replayed": f"replayed_{one}" for one in _AMOUNTS})
+    both = both.with_columns(amounts.fill_null(0)).rename({f"{one}_replayed": f"replayed_{one}" for one in AMOUNTS})
     both = both.sort("time_ns", *KEY, descending=[True, False, False])
     work = both.filter(pl.col("where").is_in(["host", "device"]))
     ops = work.select("where", _classes(work), "name", *_pairs("count", "time_ns"))
-    talks = both.filter(where="collective").select(pl.col("name").alias("collective"), *_pairs(*_AMOUNTS))
+    talks = both.filter(where="collective").select(pl.col("name").alias("collective"), *_pairs(*AMOUNTS))
     talks = talks.with_columns(pl.col(_pairs("bytes")).replace(0, None))  # a barrier, or not recorded
     called = pl.min_horizontal("count", "replayed_count")
     shares = ops.select(pl.col("time_ns", "replayed_time_ns") / pl.col("time_ns", "replayed_time_ns").sum())
@@ -260,11 +259,3 @@ def _shares(ours: _Side, theirs: _Side) -> Iterator[_Figure]:
         a, b = ours.sampled(column), theirs.sampled(column)
         if a is not None and b is not None:
             yield f"{figure}, sampled", unit, a, b, None, None
-
-
-def typical(rows: pl.DataFrame) -> pl.DataFrame:
-    """A step of `step_rows`: medians over steps (0 in those that have none of a name), sums over ranks."""
-    everywhere = rows.select("rank", *KEY).unique().join(rows.select("rank", "step").unique(), on="rank")
-    each = everywhere.join(rows, on=["rank", "step", *KEY], how="left").with_columns(pl.col(_AMOUNTS).fill_null(0))
-    per_rank = each.group_by("rank", *KEY).agg(pl.col(_AMOUNTS).median())
-    return per_rank.group_by(KEY).agg(pl.col(_AMOUNTS).sum()).filter(pl.col("count") > 0)

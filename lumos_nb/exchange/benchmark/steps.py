@@ -25,6 +25,7 @@ from lumos_nb.ops import step_marks
 from lumos_nb.traces.run import Run
 
 KEY = ["where", "name"]
+AMOUNTS = ("count", "time_ns", "bytes")
 _WRAPPER = r"^(autograd::|torch::autograd|.*Backward\d*$)"
 _OCCUPANCY = "est. achieved occupancy %"
 _COMM_ARGUMENTS = {"Collective name": pl.String(), "In msg nelems": pl.Int64(), "dtype": pl.String()}
@@ -72,6 +73,14 @@ def step_rows(run: Run) -> pl.DataFrame:
         raise RunError("a run has neither operators nor kernels within its ProfilerStep marks.")
     each = rows.group_by("rank", "step", *KEY)
     return each.agg(count=pl.len(), time_ns=pl.col("dur_ns").sum(), bytes=pl.col("bytes").sum())
+
+
+def typical(rows: pl.DataFrame) -> pl.DataFrame:
+    """A step of `step_rows`: medians over steps (0 in those that have none of a name), sums over ranks."""
+    everywhere = rows.select("rank", *KEY).unique().join(rows.select("rank", "step").unique(), on="rank")
+    each = everywhere.join(rows, on=["rank", "step", *KEY], how="left").with_columns(pl.col(AMOUNTS).fill_null(0))
+    per_rank = each.group_by("rank", *KEY).agg(pl.col(AMOUNTS).median())
+    return per_rank.group_by(KEY).agg(pl.col(AMOUNTS).sum()).filter(pl.col("count") > 0)
 
 
 def device_use(run: Run) -> pl.DataFrame:
