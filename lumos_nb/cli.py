@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 import lumos_nb as ln
-from lumos_nb import chakra_cli
+from lumos_nb import benchmark_cli, chakra_cli
 from lumos_nb.errors import LumosError
 from lumos_nb.terminal import AddVerb, Verbs, as_json, load, print_whole, progress, tell
 
@@ -39,6 +39,10 @@ examples:
 CHAKRA = """
 examples:
   lumos-nb chakra link rank-0.et.json.gz rank-0.json.gz    one VERB of several; each has examples in its own --help
+"""
+BENCHMARK = """
+examples:
+  lumos-nb benchmark generate runs/gpt bench/gpt           one VERB of several; each has examples in its own --help
 """
 
 
@@ -75,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = Verbs(parser)
     _add_step_verbs(verbs.add)
     chakra_cli.add_verbs(verbs.group("chakra", "Chakra and PyTorch execution traces", CHAKRA))
+    benchmark_cli.add_verbs(verbs.group("benchmark", "programs from execution traces", BENCHMARK).add)
     return parser
 
 

@@ -145,7 +145,10 @@ CHAKRA = [f"chakra {verb}" for verb in ("link", "convert", "validate", "obfuscat
 CHAKRA += [f"chakra generate {what}" for what in ("llm", "dlrm", "pattern")]
 
 
-@pytest.mark.parametrize("verb", ["replay", "compare", "check", *CHAKRA])
+BENCHMARK = [f"benchmark {verb}" for verb in ("generate", "run", "compare", "select")]
+
+
+@pytest.mark.parametrize("verb", ["replay", "compare", "check", *CHAKRA, *BENCHMARK])
 def test_help_has_examples_that_parse(verb, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main([*verb.split(), "--help"])

@@ -69,17 +69,21 @@ class Similarity:
     distance: float
 
     @property
-    def verdict(self) -> str:
-        """One line: alike, not alike or undecided, and by how much.
+    def alike(self) -> bool | None:
+        """Whether steps take equally long, within `CLOSE`.
 
-        Steps are alike if they take equally long within `CLOSE`, and not if the whole interval of their ratio lies
-        further away; what is neither has steps that spread too much.
+        False if the whole interval of their ratio lies further away; None if they spread too much to tell.
         """
         step = self.figures.row(0, named=True)
         if abs(step["ratio"] - 1) <= CLOSE:
-            word = "Alike"
-        else:
-            word = "Not alike" if step["low"] > 1 + CLOSE or step["high"] < 1 - CLOSE else "Undecided"
+            return True
+        return False if step["low"] > 1 + CLOSE or step["high"] < 1 - CLOSE else None
+
+    @property
+    def verdict(self) -> str:
+        """One line: alike, not alike or undecided, and by how much."""
+        step = self.figures.row(0, named=True)
+        word = {True: "Alike", False: "Not alike", None: "Undecided"}[self.alike]
         return (
             f"{word}: a step takes {step['ratio']:.3f} ({step['low']:.3f} to {step['high']:.3f}) of the original's "
             f"{format_ns(step['original'])}; {format_share(self.coverage_by_time)} of operator time covered; "
