@@ -35,7 +35,7 @@ env: .venv/.installed ## the environment, in .venv
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --constraint constraints.txt \
-		--editable '.[notebook,pandas,torch]' --group dev
+		--editable '.[cluster,notebook,pandas,torch]' --group dev
 	@touch $@
 
 demo: env ## the main job on a bundled run, printed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from lumos_nb._replay_kernels import (
 from lumos_nb._replay_plan import Plan, SweepPlan
 from lumos_nb.display import format_ns, html_table, text_table
 from lumos_nb.errors import ScenarioError
+from lumos_nb.executors import spread
 from lumos_nb.graph import Graph
 from lumos_nb.traces.export import Tables
 
@@ -220,7 +222,7 @@ def sweep(
     scenarios: pl.DataFrame | PandasFrame | Sequence[Mapping[str, Any]],
     *,
     by: str | pl.Expr = "kind",
-    executor: Executor | None = None,
+    executor: Executor | str | None = None,
     block: int = 64,
     rank_ends: bool = False,
 ) -> pl.DataFrame:
@@ -243,8 +245,8 @@ def sweep(
         What classes the ops: a column of the op table, or an expression over it. Ops whose class is null are never
         scaled. The lags of the edges of a rule are of class `lag:<rule>`.
     executor
-        Maps blocks over its workers: threads share the graph (the passes run without Python's lock), processes and
-        `dask.distributed.Client(...).get_executor()` are sent it with every block.
+        Maps blocks over its workers (`executors.spread`): threads share the graph (the passes run without Python's
+        lock), other processes are sent it with every block.
     block
         Scenarios in one pass, rounded up to a multiple of 64. Wider ones take less time a scenario and more memory.
     rank_ends
@@ -275,8 +277,7 @@ def sweep(
     swept = SweepPlan.of(graph, plan, by)
     labels, scale = _scales(scenarios, swept.classes)
     blocks = np.split(scale, range(block, scale.shape[1], block), axis=1)
-    run = map if executor is None else executor.map
-    found = _Block.joined(list(run(sweep_block, [swept] * len(blocks), blocks)))
+    found = _Block.joined(list(spread(executor, partial(sweep_block, swept), blocks)))
     base_ns = pl.lit(_base_step_ns(plan) or None, pl.Float64)
     rank_end_ns = found.rank_end_ns if rank_ends else ()
     return pl.DataFrame({"scenario": labels, "step_ns": found.step_ns, "makespan_ns": found.makespan_ns}).with_columns(

@@ -12,6 +12,7 @@ LumosError
 ├── CalibrationError    a calibration that cannot be read, or that has nothing to price an op by
 ├── ScenarioError       a what-if that names unknown classes or impossible scales
 ├── CaptureError        a training loop could not be recorded
+├── ExecutorError       what should have run the work elsewhere cannot, or was lost
 ├── BenchmarkError      a benchmark that cannot be run here: too large, or nothing of it chosen
 └── ChakraError         bytes that are no Chakra file, or nodes that cannot be written as one
 """
@@ -67,6 +68,10 @@ class CaptureError(LumosError):
 
 class ChakraError(LumosError):
     """Bytes that are no Chakra file, or nodes that cannot be written as one; names the byte or the node."""
+
+
+class ExecutorError(LumosError):
+    """What should have run the work elsewhere is no executor, cannot be reached, or was lost with its work."""
 
 
 class BenchmarkError(LumosError):

@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from lumos_nb.errors import InputError, RunError, TraceError, UnsupportedFormat
+from lumos_nb.errors import ExecutorError, InputError, RunError, TraceError, UnsupportedFormat
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces import cache, files, run
 from lumos_nb.traces.run import Run, load_run
@@ -469,7 +469,7 @@ def test_an_executor_gives_the_same_run(folder: Path, workers: Any, cached: bool
 def test_a_pool_that_forks_is_refused_for_it_would_hang(folder: Path) -> None:
     write(folder / "rank0.json", "x")
     fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, mp_context=fork) as executor, pytest.raises(RunError, match=r"forks.*\"spawn\""):
+    with ProcessPoolExecutor(1, mp_context=fork) as executor, pytest.raises(ExecutorError, match=r"forks.*\"spawn\""):
         load_run(folder, executor=executor)
 
 

@@ -124,7 +124,7 @@ def in_training(kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def fit_recorded(
-    folder: str | Path, base: Calibration | None = None, *, sheet: Gpu | None = None, executor: Executor | None = None
+    folder: str | Path, base: Calibration | None = None, *, sheet: Gpu | None = None, executor: Executor | str | None = None
 ) -> Calibration:
     """The calibration of a machine from what `record` wrote.
 

@@ -31,7 +31,7 @@ from lumos_nb.errors import CalibrationError, InputError
 from lumos_nb.traces.run import Run
 
 
-def fit_generic(samples: pl.DataFrame, *, executor: Executor | None = None) -> Calibration:
+def fit_generic(samples: pl.DataFrame, *, executor: Executor | str | None = None) -> Calibration:
     """Fit all samples together, and find what that misses on a GPU it has not seen.
 
     Parameters
@@ -39,7 +39,7 @@ def fit_generic(samples: pl.DataFrame, *, executor: Executor | None = None) -> C
     samples
         A kernel frame with `gpu`, `time_us`, `source` and `licence`; every GPU has a bundled sheet.
     executor
-        Maps the fits; none: one after the other.
+        Maps the fits, as in `executors.spread`.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def fit_generic(samples: pl.DataFrame, *, executor: Executor | None = None) -> C
 
 
 def fit_gpu(
-    gpu: Gpu, samples: pl.DataFrame, base: Calibration, *, adapt: bool = False, executor: Executor | None = None
+    gpu: Gpu, samples: pl.DataFrame, base: Calibration, *, adapt: bool = False, executor: Executor | str | None = None
 ) -> Calibration:
     """Fit a GPU's own samples; what it has none of comes from `base`.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from lumos_nb.config import Gpu, find_gpu
 from lumos_nb.costs.intervals import Band
 from lumos_nb.costs.kernels import KernelModel, difficulty, fit_kernels
 from lumos_nb.costs.work import with_work
+from lumos_nb.executors import spread
 
 FOLDS = 6
 """Groups beyond this number are left out several at a time: each fold costs a fit."""
@@ -63,7 +65,7 @@ def leave_groups_out(
     group: pl.Series,
     *,
     sheets: Mapping[str, Gpu] | None = None,
-    executor: Executor | None = None,
+    executor: Executor | str | None = None,
     start: KernelModel | None = None,
 ) -> pl.DataFrame:
     """Each row priced by a fit without its group.
@@ -77,7 +79,7 @@ def leave_groups_out(
     sheets
         As in `fit_kernels`.
     executor
-        Maps the fits; none: one after the other.
+        Maps the fits, as in `executors.spread`.
     start
         As in `fit_kernels`.
 
@@ -89,9 +91,9 @@ def leave_groups_out(
     """
     names = {name: i for i, name in enumerate(group.unique().sort().to_list())}
     fold = group.replace_strict(names, return_dtype=pl.Int64).to_numpy() % FOLDS
-    tasks = [(samples.filter(fold != i), samples.filter(fold == i), sheets, start) for i in np.unique(fold)]
+    tasks = [(samples.filter(fold != i), samples.filter(fold == i)) for i in np.unique(fold)]
     tasks = [task for task in tasks if task[0].height]
-    done = (executor.map if executor else map)(_priced_without, *zip(*tasks, strict=True)) if tasks else ()
+    done = spread(executor, partial(_priced_without, sheets=sheets, start=start), tasks)
     groups = [group.filter(pl.Series(fold == i)) for i in np.unique(fold) if tasks]
     parts = [
         part.with_columns(group=names).filter(pl.col("dur_us").is_not_null())
@@ -103,9 +105,10 @@ def leave_groups_out(
 
 
 def _priced_without(
-    train: pl.DataFrame, test: pl.DataFrame, sheets: Mapping[str, Gpu] | None, start: KernelModel | None
+    split: tuple[pl.DataFrame, pl.DataFrame], sheets: Mapping[str, Gpu] | None, start: KernelModel | None
 ) -> pl.DataFrame:
-    """`test` priced by a fit on `train`; null where that has no cell for a row."""
+    """The second of two tables priced by a fit on the first; null where that has no cell for a row."""
+    train, test = split
     model = fit_kernels(train, sheets, start=start)
     parts = []
     for (gpu,), rows in with_work(test).group_by("gpu", maintain_order=True):

@@ -15,6 +15,7 @@ import polars as pl
 
 from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import RunError
+from lumos_nb.executors import check_executor, spread
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.export import Tables
 from lumos_nb.traces.files import files_of, loaded, printable, read_file
@@ -96,7 +97,9 @@ class Run(Tables):
         return html_table(self._overview(), caption=self._title())
 
 
-def load_run(path: str | Path | Sequence[str | Path], *, executor: Executor | None = None, cache: bool = True) -> Run:
+def load_run(
+    path: str | Path | Sequence[str | Path], *, executor: Executor | str | None = None, cache: bool = True
+) -> Run:
     """Read traces of any supported format, one file a rank or one of several ranks, as one run.
 
     Parameters
@@ -105,8 +108,7 @@ def load_run(path: str | Path | Sequence[str | Path], *, executor: Executor | No
         A folder, whose files with the endings `files.SUFFIXES` are taken (not those of its sub-folders); a tar archive
         of such a folder; one file; or a list of files, to name those that are meant.
     executor
-        Reads the files in parallel; None reads them one after the other in this process. A pool of processes must not
-        fork: give `ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))`.
+        Reads the files in parallel, as in `executors.spread`; workers elsewhere see the files under the same paths.
     cache
         Keep what was parsed as Parquet, by content, and use it next time: in the folder that the environment variable
         `LUMOS_NB_CACHE` names, else beside the files where that folder is the user's own, else in the user's cache.
@@ -121,8 +123,9 @@ def load_run(path: str | Path | Sequence[str | Path], *, executor: Executor | No
     ------
     RunError
         There is no such path, or no trace in it that can be read; two different files claim one rank; the files are of
-        different jobs (of other sizes or default groups, or recorded at another time); a file cannot be opened; or the
-        executor forks.
+        different jobs (of other sizes or default groups, or recorded at another time); or a file cannot be opened.
+    ExecutorError
+        As `executors.spread`.
     TraceError
         The one file given is damaged beyond use, or (`UnsupportedFormat`) of a format that is not read here.
 
@@ -131,12 +134,12 @@ def load_run(path: str | Path | Sequence[str | Path], *, executor: Executor | No
     >>> run = load_run("runs/gpt-pp8")  # doctest: +SKIP
     >>> run.report  # doctest: +SKIP
     """
-    _refuse_forks(executor)
+    check_executor(executor)
     try:
         with files_of(path) as (files, others, beside, alone, archive):
             read = partial(read_file, cache=beside if cache else None, by_path=executor is not None, strict=alone)
             parsed: list[tuple[Path, Trace]] = []
-            for file, outcome in zip(files, executor.map(read, files) if executor else map(read, files), strict=True):
+            for file, outcome in zip(files, spread(executor, read, files), strict=True):
                 if isinstance(outcome, str):
                     others.append((file, outcome))
                 else:
@@ -147,19 +150,6 @@ def load_run(path: str | Path | Sequence[str | Path], *, executor: Executor | No
             return _run(parsed, others, archive)
     except OSError as error:  # no right to read, a name that is too long, a disk that fails
         raise RunError(f"{path} cannot be read: {error}. Put that right, or leave the file out.") from error
-
-
-def _refuse_forks(executor: Executor | None) -> None:
-    """Raise for a pool whose workers are forks: polars' threads are not there in a fork, which waits for them for ever.
-
-    It is what ProcessPoolExecutor does by default on Linux before Python 3.14.
-    """
-    context = getattr(executor, "_mp_context", None)
-    if context is not None and context.get_start_method() == "fork":
-        raise RunError(
-            "the executor forks this process, and polars hangs in a fork; give "
-            'ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")), or threads.'
-        )
 
 
 class _Ranked(NamedTuple):

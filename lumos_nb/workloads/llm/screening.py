@@ -13,6 +13,7 @@ import polars as pl
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.display import format_bytes, html_table, text_table
 from lumos_nb.errors import InputError, LayoutError, require_kinds
+from lumos_nb.executors import check_executor, spread
 from lumos_nb.layout import Cluster, Training, Transformer
 from lumos_nb.workloads.llm.candidates import AXES, Candidate, candidate, candidates, cluster_of
 from lumos_nb.workloads.llm.estimates import Brief, PricedStep
@@ -127,7 +128,7 @@ def search(
     gpus: int | Sequence[int] | None = None,
     keep: int = 50,
     spare: float = SPARE,
-    executor: Executor | None = None,
+    executor: Executor | str | None = None,
     progress: Progress | None = None,
     surcharges: Surcharges | None = None,
     **ranges: object,
@@ -150,7 +151,7 @@ def search(
     keep, spare
         How many are replayed, and which share of the GPU's memory is to stay free.
     executor
-        Replays there. polars hangs in a fork: give `ProcessPoolExecutor(mp_context=get_context("spawn"))`.
+        Replays there, as in `executors.spread`.
     progress
         Called with what is being done, how much of it is done, and of how much.
     ranges
@@ -183,7 +184,7 @@ def search(
     frame = _screened(frame, Job(model, train, cluster, calibration, extra), say)
     best = [candidate(row, train, cluster) for row in frame.filter("feasible").head(keep).iter_rows(named=True)]
     replayed: list[Brief] = []
-    for found in (executor.map if executor else map)(partial(_replayed, model, calibration, extra), best):
+    for found in spread(executor, partial(_replayed, model, calibration, extra), best):
         replayed.append(found)
         say("replay", len(replayed), len(best))
     return Found(model, train, cluster, _ranked(frame, replayed, train))
@@ -202,8 +203,7 @@ def _require(
         raise InputError(f"spare={spare!r}: give the share of memory to leave free, from 0 to below 1.")
     if progress is not None and not callable(progress):
         raise InputError(f"progress is {progress!r:.60}; give a function of three arguments.")
-    if executor is not None and not hasattr(executor, "map"):
-        raise InputError(f"executor is {executor!r:.60}; give one as concurrent.futures has.")
+    check_executor(executor)
 
 
 def _screened(frame: pl.DataFrame, job: Job, say: Progress) -> pl.DataFrame:

@@ -1,0 +1,124 @@
+"""Work on a real Dask cluster of two processes: the same results, workers that die, a scheduler that is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from functools import partial
+from pathlib import Path
+
+import pytest
+from distributed import Client, LocalCluster
+
+import lumos_nb as ln
+from lumos_nb.errors import ExecutorError, InputError
+from lumos_nb.executors import spread
+
+SCENARIOS = [{"cpu": 1 + i / 100} for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    cluster = LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50,
+        scheduler_kwargs={"allowed_failures": 1},
+    )  # fmt: skip
+    with cluster, Client(cluster, set_as_default=False) as client:
+        yield client
+
+
+@pytest.fixture
+def pool(client: Client) -> Executor:
+    return client.get_executor()
+
+
+def numbered(folder: Path, number: int) -> int:
+    """Leave a file for each time that a number was done."""
+    time.sleep(0.2)
+    with (folder / f"{number}-{os.getpid()}-{time.monotonic_ns()}").open("x"):
+        return number * number
+
+
+def killed_once(folder: Path, number: int) -> int:
+    """The first worker that does the number 3 dies of it."""
+    if number == 3 and not (folder / "died").exists():
+        (folder / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return numbered(folder, number)
+
+
+def deadly(number: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def refusing(number: int) -> int:
+    raise InputError(f"{number} is not taken.")
+
+
+def test_a_run_a_sweep_and_a_search_are_the_same_as_here(pool: Executor, tmp_path: Path) -> None:
+    path = ln.datasets.path("gpt-ddp")
+    here, there = ln.load_run(path, cache=False), ln.load_run(path, executor=pool, cache=False)
+    assert there.events.equals(here.events)
+    assert there.report.equals(here.report)
+    graph = ln.build_graph(there, step=3)
+    assert ln.sweep(graph, SCENARIOS, executor=pool, block=64).equals(ln.sweep(graph, SCENARIOS))
+    cluster = ln.Cluster(gpu="H100-SXM-80GB", inside="NVLink4 NVSwitch")
+    asked = (ln.Transformer.named("llama-3-8b"), cluster, ln.Training(micro_batch=1, global_batch=16, seq=2048))
+    ranges = {"tp": [1, 2], "cp": 1, "schedule": "1f1b", "keep": 2}
+    assert ln.search(*asked, executor=pool, **ranges).frame.equals(ln.search(*asked, **ranges).frame)
+
+
+def test_an_address_is_an_executor(client: Client) -> None:
+    assert list(spread(client.scheduler.address, abs, [-1, 2, -3])) == [1, 2, 3]
+
+
+def test_what_a_killed_worker_did_is_done_again_once_and_in_order(pool: Executor, tmp_path: Path) -> None:
+    found = list(spread(pool, partial(killed_once, tmp_path), range(8)))
+    assert found == [n * n for n in range(8)]
+    assert (tmp_path / "died").exists()
+
+
+def test_work_that_kills_every_worker_is_an_error_that_says_so(pool: Executor) -> None:
+    with pytest.raises(ExecutorError, match=r"lost after 0 of 1 parts.*deadly.*run it again"):
+        list(spread(pool, deadly, [1]))
+    assert list(spread(pool, abs, [-1])) == [1]  # and the cluster goes on
+
+
+def test_errors_of_the_work_arrive_as_they_were_raised(pool: Executor) -> None:
+    with pytest.raises(InputError, match="1 is not taken"):
+        list(spread(pool, refusing, [1]))
+
+
+def test_a_lost_scheduler_is_one_clear_error(tmp_path: Path) -> None:
+    code = (
+        "from distributed import LocalCluster\nimport time\n"
+        "if __name__ == '__main__':\n"
+        "    cluster = LocalCluster(n_workers=1, processes=False, protocol='tcp://', dashboard_address=':0')\n"
+        "    print(cluster.scheduler_address, flush=True)\n    time.sleep(60)\n"
+    )
+    (tmp_path / "serve.py").write_text(code)
+    with subprocess.Popen([sys.executable, tmp_path / "serve.py"], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        parts = spread(address, time.sleep, [0.3] * 50)
+        assert next(parts) is None
+        server.kill()
+        with pytest.raises(ExecutorError, match=r"lost after \d+ of 50 parts"):
+            list(parts)
+
+
+def test_no_scheduler_and_no_executor_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lumos_nb.executors.CONNECT_S", 0.5)
+    with pytest.raises(ExecutorError, match=r"no Dask scheduler answers at 'tcp://127.0.0.1:1'"):
+        list(spread("tcp://127.0.0.1:1", abs, [1]))
+    with pytest.raises(ExecutorError, match=r"executor is 3"):
+        spread(3, abs, [1])  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(ExecutorError, match=r"lumos_nb\[cluster\]"):
+        list(spread("tcp://127.0.0.1:1", abs, [1]))
