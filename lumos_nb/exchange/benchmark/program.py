@@ -35,7 +35,7 @@ def generate(trace: ExecutionTrace | str | Path, out: str | Path, *, rank: int |
     rank
         Takes that rank's alone; torch's fake process group then plays the others.
     **how
-        `step`, `profile`, `shrink`, `tables`, `alpha`, as `workload` takes them.
+        `step`, `profile`, `shrink`, `tables`, `alpha`, `policy`, as `workload` takes them.
 
     Returns
     -------

@@ -19,9 +19,11 @@ from lumos_nb.errors import InputError
 from lumos_nb.exchange.benchmark.calls import Node, Tensor, choose, read_nodes, tensors_of
 from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP, Communications
 from lumos_nb.exchange.benchmark.dataflow import STAND_IN, Call, Dataflow, Slot
+from lumos_nb.exchange.benchmark.hiding import hidden
 from lumos_nb.exchange.benchmark.registry import Registry
 from lumos_nb.exchange.benchmark.values import ROWS, common
 from lumos_nb.exchange.chakra.linking import link
+from lumos_nb.exchange.chakra.obfuscation import Policy
 from lumos_nb.traces.execution_trace import ExecutionTrace, load_execution_trace
 from lumos_nb.traces.run import Run
 
@@ -117,6 +119,7 @@ def workload(
     shrink: Mapping[int, int] | None = None,
     tables: pl.DataFrame | None = None,
     alpha: float = 0.0,
+    policy: Policy | None = None,
 ) -> Workload:
     """Read what a trace's operators did as a table of calls.
 
@@ -138,6 +141,8 @@ def workload(
         them as its bins say.
     alpha
         Skew of all other lookups (`embedding_tables.zipf_indices`); 0: each row as often.
+    policy
+        What of its names the program may say (`hiding.hidden`); by default all.
 
     Returns
     -------
@@ -149,7 +154,7 @@ def workload(
     TraceError
         There is no such step, or the file is no execution trace.
     InputError
-        `shrink` has a size that is no whole number from 1 on.
+        `shrink` has a size that is no whole number from 1 on, or the policy hides what a program needs.
 
     Examples
     --------
@@ -157,8 +162,9 @@ def workload(
     """
     sizes = _checked_sizes(shrink)
     found = trace if isinstance(trace, ExecutionTrace) else load_execution_trace(trace, rank=rank)
-    nodes = read_nodes(found, step, sizes)
-    talks = Communications(found)
+    shown = found if policy is None else hidden(found, policy)
+    nodes = read_nodes(shown, step, sizes)
+    talks = Communications(shown)
     flow = _followed(nodes, talks)
     calls = flow.with_waits()
     rank = _rank(found, rank, talks.groups)
