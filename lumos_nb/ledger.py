@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +19,7 @@ from lumos_nb.findings import inner_steps, step_spread
 from lumos_nb.graph import Recording
 from lumos_nb.schema import require
 from lumos_nb.traces.run import Run
+from lumos_nb.whole_files import whole
 
 _Ns = Annotated[int, msgspec.Meta(ge=0, lt=LONGEST_NS)]
 _Share = Annotated[float, msgspec.Meta(ge=0)]
@@ -283,20 +281,3 @@ def run_digest(run: Run) -> str:
         except OSError as error:
             raise LumosError(f"{path}, of which the run was read, cannot be read again: {error}.") from error
     return f"sha256:{digest.hexdigest()}"
-
-
-@contextmanager
-def whole(path: str | Path) -> Iterator[Path]:
-    """A path to write to that takes the place of `path` in the end, so that there is all of the file or none."""
-    path = Path(path)
-    if not path.name or path.name == ".." or "\0" in str(path):
-        raise LumosError(f"{str(path)!r} names no file: give a file in a folder that is there.")
-    part = path.with_name(f".part-{os.getpid()}-{path.name}")
-    try:
-        yield part
-        part.replace(path)
-    except OSError as error:
-        raise LumosError(f"{path} cannot be written: {error}. Give a file in a folder that is there.") from error
-    finally:
-        with suppress(OSError):  # a name too long even to look for
-            part.unlink(missing_ok=True)

@@ -15,11 +15,9 @@ Needs torch only, so that it runs where nothing else is installed.
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +29,7 @@ from typing import Any, Protocol, Self, TypeVar
 from lumos_nb.errors import CaptureError
 from lumos_nb.job import barrier, describe_machine, gather, groups, world
 from lumos_nb.labels import label_collectives
+from lumos_nb.whole_files import compress, whole
 
 T = TypeVar("T")
 PROFILER_WARMUP_STEPS = 1  # the profiler's buffers are allocated in it; it is thrown away
@@ -155,7 +154,7 @@ class _Traced:
         self.profiler.stop()
         if self.executed and self.observer:
             self.observer.unregister_callback()
-            _compress(self.executed.with_suffix(""), self.executed)
+            compress(self.executed.with_suffix(""), self.executed)
 
     def _export(self, profiler: Any) -> None:
         raw = self.path.with_suffix("")
@@ -166,7 +165,7 @@ class _Traced:
             if match := re.search(rb'"traceName": "[^"]*"', tail):
                 file.seek(start + match.start())
                 file.write((b'"traceName": "%s"' % raw.name.encode()).ljust(len(match[0])))
-        _compress(raw, self.path)
+        compress(raw, self.path)
 
 
 class _Executed:
@@ -193,7 +192,7 @@ class _Executed:
         self.stack.close()
         self.observer.stop()
         self.observer.unregister_callback()
-        _compress(self.path.with_suffix(""), self.path)
+        compress(self.path.with_suffix(""), self.path)
 
 
 class Recorder:
@@ -321,7 +320,7 @@ class Recorder:
         ranks = gather(mine, f"lumos_nb/{self.folder}")
         if not ranks:
             return
-        with (self.folder / "steps.csv").open("w", newline="") as file:
+        with whole(self.folder / "steps.csv", CaptureError) as part, part.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["rank", "step", "wall_ns", "cpu_ns"])
             writer.writerows((rank, *row) for rank, one in enumerate(ranks) for row in one["steps"])
@@ -439,12 +438,6 @@ def _json_values(arguments: Mapping[str, object] | None) -> dict[str, object]:
     return given
 
 
-def _compress(raw: Path, target: Path) -> None:
-    """Replace a file by its gzip, the same bytes whenever it is made."""
-    with raw.open("rb") as source, target.open("wb") as file, gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed:
-        shutil.copyfileobj(source, packed)
-    raw.unlink()
-
-
 def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    with whole(path, CaptureError) as part:
+        part.write_text(json.dumps(value, indent=1) + "\n")

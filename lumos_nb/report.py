@@ -28,13 +28,13 @@ from lumos_nb.findings import (
     waits_for,
 )
 from lumos_nb.graph import Graph, Recording, build_graph
-from lumos_nb.ledger import whole
 from lumos_nb.partition import breakdown, compare
 from lumos_nb.resampling import interval_in_words
 from lumos_nb.steady import repeat
 from lumos_nb.traces.export import write_table
 from lumos_nb.traces.perfetto import write_perfetto
 from lumos_nb.traces.run import Run
+from lumos_nb.whole_files import whole
 
 if TYPE_CHECKING:
     import altair as alt

@@ -29,6 +29,7 @@ from lumos_nb.costs.tables import Table, as_frame, words
 from lumos_nb.costs.work import joined, text_of, work_of
 from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import CalibrationError, InputError, LumosError
+from lumos_nb.whole_files import whole
 
 VERSION = 1
 """Of the file's layout. A file of another version is refused: numbers under old names are worse than none."""
@@ -241,10 +242,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         file = _file(path)
         if file.suffix != ".json":
             raise InputError(f"{file}: save to a file that ends in .json, which load_calibration then takes for one.")
-        try:
-            file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
-        except OSError as error:
-            raise InputError(f"{file}: cannot be written: {error.strerror}.") from error
+        with whole(file, InputError) as part:
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
         return file
 
     def __repr__(self) -> str:

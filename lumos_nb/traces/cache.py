@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tempfile
 from hashlib import blake2b
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import polars as pl
 from lumos_nb.errors import SchemaError
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.trace import NOTES, PARSER_VERSION, Trace
+from lumos_nb.whole_files import whole
 
 CACHE_ENV = "LUMOS_NB_CACHE"
 CACHE_FOLDER = ".lumos_cache"
@@ -59,21 +59,15 @@ def store(parsed: Trace, target: Path) -> None:
 
     Raises
     ------
-    OSError
+    OSError, LumosError
         The folder cannot be made or written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.parent.name == CACHE_FOLDER:  # beside the traces, so maybe in somebody's repository
         (target.parent / ".gitignore").write_text("*\n")
     entry = {"metadata": parsed.metadata, "notes": parsed.notes.rows(), "count": len(parsed.events)}
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".part-", suffix=".parquet")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            parsed.events.write_parquet(file, statistics=False, metadata={_ENTRY: json.dumps(entry)})
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with whole(target) as part, part.open("wb") as file:
+        parsed.events.write_parquet(file, statistics=False, metadata={_ENTRY: json.dumps(entry)})
 
 
 def load(target: Path) -> Trace:

@@ -10,6 +10,7 @@ import polars as pl
 
 from lumos_nb.errors import TraceError
 from lumos_nb.traces.perfetto import HasEvents, write_perfetto
+from lumos_nb.whole_files import whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def write_table(table: pl.DataFrame, path: Path) -> None:
     """Write Parquet to just this path: polars would take ~ for the user's home."""
-    with path.open("wb") as file:
+    with whole(path, TraceError) as part, part.open("wb") as file:
         table.write_parquet(file)
 
 
@@ -56,10 +57,10 @@ class Tables:
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, table in self._tables().items():
-                write_table(table, folder / f"{name}.parquet")
         except OSError as error:
             raise TraceError(f"{folder} cannot be written: {error}. Give a folder of your own.") from error
+        for name, table in self._tables().items():
+            write_table(table, folder / f"{name}.parquet")
         return folder
 
     def to_perfetto(self, path: str | Path, *, run: HasEvents | None = None) -> Path:

@@ -179,7 +179,7 @@ def _parsed(path: Path, target: Path | None, seen: tuple[int, int], *notes: tupl
     elif target and not parsed.metadata.get("beside"):  # the cache knows a file by its own content
         try:
             cached.store(parsed, target)
-        except OSError as error:
+        except (OSError, LumosError) as error:
             notes += (("cache", 1, f"not written: {error}"),)
     return parsed._replace(notes=parsed.notes.extend(pl.DataFrame(list(notes), schema=NOTES, orient="row")))
 

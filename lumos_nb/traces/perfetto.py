@@ -19,6 +19,7 @@ from isal import igzip
 
 from lumos_nb.errors import TraceError
 from lumos_nb.schema import EVENTS, OPS, require
+from lumos_nb.whole_files import whole
 
 _BATCH = 50_000
 _ROLES = ("", "measured", "replayed", "trace")
@@ -134,10 +135,8 @@ def write_perfetto(source: HasOps | HasEvents, path: str | Path, *, run: HasEven
     if replayed is not None:
         records = chain(records, _arrows(replayed.path, tables[1], zero_ns))
     open_file: Callable[..., IO[bytes]] = igzip.open if path.suffix == ".gz" else open
-    try:
-        _write(open_file, path, zero_ns, records)
-    except OSError as error:
-        raise TraceError(f"{path} cannot be written: {error}. Give a file in a folder that is there.") from error
+    with whole(path, TraceError) as part:
+        _write(open_file, part, zero_ns, records)
     return path
 
 
