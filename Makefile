@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets tables picture constraints
+.PHONY: gallery help env demo test lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -84,6 +84,9 @@ surcharges: env ## fit what a step costs beyond its kernels again, on ../shared/
 
 tables: env ## the tables of README.md and docs, from the JSON files
 	$(BIN)/python -m benchmarks.rows
+
+gallery: env ## every chart in light and dark: build/gallery
+	$(BIN)/python -m benchmarks.gallery
 
 picture: env ## docs/picture.png, which README.md shows
 	$(BIN)/python -m benchmarks.picture

@@ -159,7 +159,7 @@ def test_streams_go_by_number_after_the_threads():
 def test_tooltips_name_the_op_its_place_duration_and_slack(result):
     spec = spec_of(timeline(result))
     assert [field["field"] for field in spec["layer"][0]["encoding"]["tooltip"]] == [
-        *("name", "kind", "rank", "lane", "start", "duration", "slack", "ops")
+        *("name", "kind", "shapes", "rank", "lane", "start", "duration", "slack", "ops")
     ]
     matmul = next(bar for bar in data_of(spec)[0] if bar["name"] == "matmul" and bar["rank"] == 0)
     expected = {"kind": "kernel", "lane": "gpu0:7", "duration": "3.00 ms", "slack": "4.00 ms", "ops": 1}

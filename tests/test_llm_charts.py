@@ -10,7 +10,8 @@ from test_charts import EYES, seen
 from test_cost_charts import marks, rows_of, texts
 
 from lumos_nb.charts import agreement, layouts, memory_bars, pareto, step_times
-from lumos_nb.charts.estimates import MEMORY_COLOURS, OTHER_SERIES
+from lumos_nb.charts.estimates import OTHER_SERIES
+from lumos_nb.charts.pipelines import MEMORY_COLOURS
 from lumos_nb.charts.style import SERIES
 from lumos_nb.errors import LumosError, SchemaError
 from lumos_nb.layout import Cluster, Parallelism, Training

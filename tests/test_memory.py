@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos_nb.errors import LayoutError
-from lumos_nb.layout import Parallelism, Training, Transformer, problems
-from lumos_nb.workloads.llm.memory import CLASSES, memory, peak_bytes
+from lumos_nb.layout import Cluster, Parallelism, Training, Transformer, problems
+from lumos_nb.workloads.llm.estimates import Estimate, estimate
+from lumos_nb.workloads.llm.memory import CLASSES, memory, memory_over_time, peak_bytes
 from lumos_nb.workloads.llm.schedule import in_flight, schedule
 from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.llm.table_rows import stages_by_cost
@@ -180,6 +182,43 @@ def test_gradients_and_optimizer_states_of_mixed_precision_peak_as_counted(zero,
 
 
 SIZES = Transformer(layers=24, hidden=512, heads=8, kv_heads=4, ffn=1024, vocab=1000)
+
+
+@cache
+def estimated(schedule: str, recompute: str) -> Estimate:
+    model = Transformer(layers=16, hidden=1024, heads=16, ffn=4096, vocab=8192)
+    layout = Parallelism(pp=4, dp=2, schedule=schedule, chunks=2 if schedule in ("interleaved", "zb-v") else 1)
+    train = Training(micro_batch=1, global_batch=16, seq=1024, recompute=recompute)
+    return estimate(model, layout, train, Cluster(gpu="H100-SXM-80GB", inside="NVLink4 NVSwitch"))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+def test_memory_over_a_replayed_step_peaks_as_counted_without_it(kind, recompute):
+    """Passes of a replay come and go; the moments know only how many micro-batches are in flight."""
+    found = estimated(kind, recompute)
+    over_time = found.memory_over_time
+    total = over_time.group_by("stage", "time_ns").agg(pl.col("bytes").sum())
+    peaks = total.group_by("stage").agg(pl.max("bytes")).sort("stage")["bytes"]
+    counted = found.memory.group_by("stage").agg(pl.col("bytes").sum()).sort("stage")["bytes"]
+    assert ((peaks / counted - 1).abs() < 1e-4).all()
+    assert over_time["bytes"].min() >= 0
+    ends = over_time.filter(pl.col("time_ns") == pl.col("time_ns").max())
+    assert ends.filter(pl.col("class").is_in(["activations", "logits", "workspace"]))["bytes"].sum() == 0
+    assert ends["stage"].n_unique() == 4
+
+
+def test_what_zero_gathers_is_there_throughout():
+    found = estimated("1f1b", "none")
+    found = estimate(found.model, Parallelism(dp=8, zero=3), found.train, found.cluster)
+    peak = found.memory_over_time.group_by("time_ns").agg(pl.col("bytes").sum())["bytes"].max()
+    assert found.peak_bytes <= peak <= 1.2 * found.peak_bytes
+
+
+def test_ops_of_another_layout_have_no_memory_over_time():
+    found = estimated("1f1b", "none")
+    with pytest.raises(LayoutError, match="ops are of ranks \\[0, 1, 2, 3\\]; pp is 1"):
+        memory_over_time(found.model, Parallelism(dp=8), found.train, found.result.ops)
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])

@@ -1,11 +1,246 @@
-"""What differs between two steps, what a change would buy, and what can grow without cost."""
+"""Where a step goes as a sum, what differs between two, what a change would buy, and what can grow without cost."""
 
 from __future__ import annotations
 
 import altair as alt
 import polars as pl
 
-from lumos_nb.charts.style import MEASURED, PREDICTED, check_rows, heading
+from lumos_nb.charts.lane_bars import with_activity
+from lumos_nb.charts.steps import part_rows
+from lumos_nb.charts.style import (
+    ACTIVITY_COLOURS,
+    GREY,
+    MEASURED,
+    PART_COLOURS,
+    PREDICTED,
+    check_rows,
+    heading,
+    in_ms,
+    names,
+    texts,
+)
+from lumos_nb.display import format_ns, format_share
+from lumos_nb.errors import InputError
+from lumos_nb.partition import HasOps
+from lumos_nb.schema import OPS, require
+
+CHANGE_COLOURS = {"shorter": "#01665E", "longer": "#BF812D", "in all": GREY}
+"""What a change does to a step."""
+SLACKS_NS = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
+"""Bounds between which ops are counted by slack."""
+
+
+def waterfall(parts: pl.DataFrame, *, rank: int | None = None, title: str = "", width_px: int = 560) -> alt.LayerChart:
+    """Draw where the step of one rank goes as a sum: each part begins where the one before it ends.
+
+    Parameters
+    ----------
+    parts : breakdown
+        `partition.breakdown`'s `rank`, `part`, `time_ns`.
+    rank
+        Whose step; None takes the longest.
+    title, width_px
+        Heading, and width of the step.
+
+    Raises
+    ------
+    LumosError
+        There is no row.
+    SchemaError
+        A column is missing, or a part is none of `partition.PARTS`.
+    InputError
+        There is no such rank.
+
+    Examples
+    --------
+    >>> waterfall(breakdown(graph), rank=0)  # doctest: +SKIP
+    """
+    rows = part_rows(parts, "")
+    step_ns = dict(rows.group_by("rank").agg(pl.col("time_ns").sum()).sort("rank").rows())
+    if rank is not None and rank not in step_ns:
+        raise InputError(f"the breakdown has no rank {rank}; it has {', '.join(map(str, step_ns))}.")
+    chosen = max(step_ns, key=lambda one: step_ns[one]) if rank is None else rank
+    own = rows.filter(pl.col("rank") == chosen).sort("place")
+    end_ns = pl.col("time_ns").cum_sum()
+    steps = own.select("part", "share", start_ns=end_ns - pl.col("time_ns"), end_ns=end_ns, text="time")
+    whole = {"part": "step", "share": "", "start_ns": 0, "end_ns": step_ns[chosen], "text": format_ns(step_ns[chosen])}
+    steps = pl.concat([steps, pl.DataFrame([whole], schema=steps.schema)])
+    colours = PART_COLOURS | {"step": GREY}
+    title = title or f"The step of rank {chosen}"
+    return _cascade(steps, "part", colours, x="time in the step (ms)", title=title, width_px=width_px)
+
+
+def difference(
+    changes: pl.DataFrame, *, level: str = "part", most: int = 12, title: str = "What changed", width_px: int = 520
+) -> alt.LayerChart:
+    """Draw what makes one step longer or shorter than another, change after change, down to the whole difference.
+
+    Parameters
+    ----------
+    changes : comparison
+        `partition.compare`'s `level`, `key`, `a_ns`, `b_ns`, `diff_ns`: times of all ranks together.
+    level
+        Of its levels: part, op, phase, layer, collective or rank.
+    most
+        Keys drawn, those that changed most; the others are one bar.
+    title, width_px
+        Heading, and width of the plot.
+
+    Raises
+    ------
+    LumosError, SchemaError
+        There is no row, or a column is missing.
+    InputError
+        There is no such level.
+
+    Examples
+    --------
+    >>> difference(compare(graph, another), level="op")  # doctest: +SKIP
+    """
+    check_rows(changes, ("level", "key", "a_ns", "b_ns", "diff_ns"), "comparison")
+    rows = changes.filter(pl.col("level") == level).sort(pl.col("diff_ns").abs(), "key", descending=[True, False])
+    if rows.is_empty():
+        levels = ", ".join(changes["level"].unique().sort())
+        raise InputError(f"the comparison has no level {level!r}; it has {levels}.")
+    drawn = rows.head(most).select("key", "a_ns", "b_ns", "diff_ns")
+    sums = pl.col("a_ns", "b_ns", "diff_ns").sum()
+    if (rest := rows[most:]).height:
+        drawn = pl.concat([drawn, rest.select(pl.lit(f"{rest.height} others").alias("key"), sums)])
+    end_ns, diff_ns = pl.col("diff_ns").cum_sum(), rows["diff_ns"].sum()
+    signed = [format_ns(value) if value <= 0 else f"+{format_ns(value)}" for value in (*drawn["diff_ns"], diff_ns)]
+    whole = rows.select(pl.lit("in all").alias("key"), sums).with_columns(
+        start_ns=pl.lit(0, pl.Int64), end_ns="diff_ns"
+    )
+    steps = pl.concat([drawn.with_columns(start_ns=end_ns - pl.col("diff_ns"), end_ns=end_ns), whole])
+    way = pl.when(pl.col("key") == "in all").then(pl.lit("in all")).when(pl.col("diff_ns") > 0).then(pl.lit("longer"))
+    steps = steps.select(
+        *("key", "start_ns", "end_ns"),
+        way=way.otherwise(pl.lit("shorter")),
+        a=texts(steps["a_ns"], format_ns),
+        b=texts(steps["b_ns"], format_ns),
+        text=pl.Series(signed, dtype=pl.String),
+    )
+    x = "b less a, all ranks together (ms)"
+    return _cascade(steps, "way", CHANGE_COLOURS, x=x, title=title, width_px=width_px)
+
+
+def _cascade(
+    steps: pl.DataFrame, by: str, colours: dict[str, str], *, x: str, title: str, width_px: int
+) -> alt.LayerChart:
+    """Bars from where the one above ends, named by the first column, with their size behind them."""
+    rows = in_ms(steps.with_columns(right_ns=pl.max_horizontal("start_ns", "end_ns")))
+    y = names(rows.columns[0])
+    present = [name for name in colours if name in set(rows[by])]
+    scale = alt.Scale(domain=present, range=[colours[name] for name in present])
+    told = [name for name in rows.columns if not name.endswith("_ms") and name != "way"]
+    bars = (
+        alt.Chart(rows)
+        .mark_bar(height={"band": 0.8})
+        .encode(
+            x=alt.X("start_ms:Q").title(x),
+            x2="end_ms:Q",
+            y=y,
+            color=alt.Color(f"{by}:N", scale=scale).legend(None),
+            tooltip=told,
+        )
+    )
+    sizes = alt.Chart(rows).mark_text(align="left", dx=5).encode(x="right_ms:Q", y=y, text="text:N")
+    zero = alt.Chart(pl.DataFrame({"zero": [0]})).mark_rule(color=GREY).encode(x="zero:Q")
+    return alt.LayerChart(layer=[bars, sizes, zero], title=heading(title), width=width_px, height=alt.Step(24))
+
+
+def sensitivity(
+    swept: pl.DataFrame, *, most: int = 20, title: str = "What each change does to the step", width_px: int = 520
+) -> alt.LayerChart:
+    """Draw which scenarios shorten the step most: which class of ops buys most, if each is made as much faster.
+
+    Parameters
+    ----------
+    swept
+        `sweep`'s `scenario`, `step_ns`, `change`, a row a scenario.
+    most
+        Scenarios drawn: those that change the step most.
+    title, width_px
+        Heading, and width of the plot.
+
+    Raises
+    ------
+    LumosError, SchemaError
+        There is no row, or a column is missing.
+
+    Examples
+    --------
+    >>> halves = [{"scenario": f"{kind} x 0.5", kind: 0.5} for kind in ("cpu", "comm", "gap")]
+    >>> sensitivity(sweep(graph, halves))  # doctest: +SKIP
+    """
+    check_rows(swept, ("scenario", "step_ns", "change"), "sweep")
+    rows = swept.top_k(min(most, swept.height), by=pl.col("change").abs()).sort("change", "scenario")
+    rows = rows.select(
+        pl.col("scenario").cast(pl.String),
+        "change",
+        step=texts(rows["step_ns"], format_ns),
+        text=texts(rows["change"], format_share),
+        way=pl.when(pl.col("change") > 0).then(pl.lit("longer")).otherwise(pl.lit("shorter")),
+        right=pl.max_horizontal("change", 0.0),
+    )
+    y = names("scenario")
+    ways = ["shorter", "longer"]
+    colour = alt.Color("way:N").scale(domain=ways, range=[CHANGE_COLOURS[way] for way in ways]).legend(None)
+    x = alt.X("change:Q").title("change of the step time").axis(format="+.0%")
+    bars = alt.Chart(rows).mark_bar().encode(x=x, y=y, color=colour, tooltip=["scenario", "step", "text"])
+    sizes = alt.Chart(rows).mark_text(align="left", dx=5).encode(x="right:Q", y=y, text="text:N")
+    return alt.LayerChart(layer=[bars, sizes], title=heading(title), width=width_px, height=alt.Step(22))
+
+
+def slack_bars(
+    source: HasOps | pl.DataFrame, *, title: str = "How much longer ops could take", width_px: int = 520
+) -> alt.Chart:
+    """Draw how much time of ops has how much slack: what they could grow by before the step does.
+
+    Parameters
+    ----------
+    source : Result, or its op table
+        With `slack_ns`; ops without one end after nothing that counts.
+    title, width_px
+        Heading, and width of the plot.
+
+    Raises
+    ------
+    LumosError
+        No op takes time.
+    SchemaError
+        The op table lacks a column: it was not replayed.
+
+    Examples
+    --------
+    >>> slack_bars(replay(graph))  # doctest: +SKIP
+    """
+    if not isinstance(source, pl.DataFrame):
+        require(source, "ops")
+    ops = with_activity(OPS.check(source if isinstance(source, pl.DataFrame) else source.ops))
+    ops = ops.filter(pl.col("dur_ns") > 0, pl.col("kind") != "boundary")
+    check_rows(ops, ("slack_ns",), "replayed op")
+    classes = ["none: critical", *(f"below {format_ns(bound)}" for bound in SLACKS_NS), "more", "matters to no step"]
+    place = pl.sum_horizontal(pl.lit(0), *(pl.col("slack_ns") >= bound for bound in (1, *SLACKS_NS)))
+    rows = ops.group_by(
+        place=pl.when(pl.col("slack_ns").is_null()).then(len(classes) - 1).otherwise(place), activity="activity"
+    ).agg(ops=pl.len(), time_ns=pl.col("dur_ns").sum())
+    rows = rows.sort("place", "activity")
+    rows = rows.with_columns(slack=pl.Series(classes).gather(rows["place"]), time=texts(rows["time_ns"], format_ns))
+    present = [name for name in ACTIVITY_COLOURS if name in set(rows["activity"])]
+    colours = [ACTIVITY_COLOURS[name] for name in present]
+    chart: alt.Chart = (
+        alt.Chart(in_ms(rows), title=heading(title))
+        .mark_bar()
+        .encode(
+            x=alt.X("time_ms:Q").title("time of ops, all ranks together (ms)"),
+            y=names("slack", [name for name in classes if name in set(rows["slack"])], title="slack"),
+            color=alt.Color("activity:N").scale(domain=present, range=colours).title(None),
+            tooltip=["slack", "activity", "ops", "time"],
+        )
+        .properties(width=width_px, height=alt.Step(24))
+    )
+    return chart
 
 
 def similarity_bars(
@@ -22,10 +257,8 @@ def similarity_bars(
 
     Raises
     ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing.
+    LumosError, SchemaError
+        There is no row, or a column is missing.
 
     Examples
     --------

@@ -10,12 +10,16 @@ import polars as pl
 
 from lumos_nb.charts.style import (
     CLASS_COLOURS,
+    EDGE,
     GREY,
+    LOG_LOOK,
     MEASURED,
+    ON_LIGHT,
     PREDICTED,
     check_rows,
     figures,
     heading,
+    names,
     room,
     series_colour,
 )
@@ -73,9 +77,9 @@ def roofline(
     corners = pl.Series("intensity", sorted([*x_ends, peak / slope]))
     roof = pl.DataFrame({"intensity": corners, "rate": (corners * slope).clip(upper_bound=peak)})
     x = alt.X("intensity:Q").title("FLOPs for every byte that must be moved")
-    x = x.scale(type="log", nice=False, domain=x_ends).axis(gridOpacity=0.4)
+    x = x.scale(type="log", nice=False, domain=x_ends).axis(**LOG_LOOK)
     y = alt.Y("rate:Q").title("TFLOP/s")
-    y = y.scale(type="log", nice=False, domain=[y_ends[0], max(y_ends[1], 1.4 * peak)]).axis(gridOpacity=0.4)
+    y = y.scale(type="log", nice=False, domain=[y_ends[0], max(y_ends[1], 1.4 * peak)]).axis(**LOG_LOOK)
     marks = (
         alt.Chart(points)
         .mark_point(size=14, filled=True, opacity=0.45)
@@ -115,10 +119,8 @@ def sweeps(
 
     Raises
     ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing.
+    LumosError, SchemaError
+        There is no row, or a column is missing.
 
     Examples
     --------
@@ -162,10 +164,8 @@ def learning_curve(scored: pl.DataFrame, *, title: str = "", width_px: int = 460
 
     Raises
     ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing.
+    LumosError, SchemaError
+        There is no row, or a column is missing.
 
     Examples
     --------
@@ -179,7 +179,7 @@ def learning_curve(scored: pl.DataFrame, *, title: str = "", width_px: int = 460
             x=alt.X("rows:Q")
             .scale(type="log", nice=False, domain=room(scored["rows"]))
             .title("rows that the fit had")
-            .axis(format=",", tickCount=6, gridOpacity=0.4),
+            .axis(format=",", tickCount=6, **LOG_LOOK),
             y=alt.Y("error:Q").scale(zero=True).title("median error on the rest").axis(format="%"),
             color=alt.Color("series:N").scale(range=CLASS_COLOURS).title(None).legend(labelLimit=260),
             tooltip=["series", alt.Tooltip("rows:Q", format=","), alt.Tooltip("error:Q", format=".1%")],
@@ -222,10 +222,8 @@ def heat_map(
 
     Raises
     ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing.
+    LumosError, SchemaError
+        There is no row, or a column is missing.
 
     Examples
     --------
@@ -246,12 +244,12 @@ def heat_map(
     if heat != "basis":
         colour = colour.legend(format="+.0%" if heat == "signed error" else ".0%")
     figure = alt.Tooltip(f"{value}:{kind}") if heat == "basis" else alt.Tooltip(f"{value}:Q", format=".1%")
-    cells = alt.Chart(frame).mark_rect(stroke="white").encode(**axes, color=colour, tooltip=[x, y, figure, *written])
+    cells = alt.Chart(frame).mark_rect(stroke=EDGE).encode(**axes, color=colour, tooltip=[x, y, figure, *written])
     label = alt.Text(f"{text}:N") if text else alt.Text(f"{value}:Q", format="+.0%" if "signed" in heat else ".0%")
     dark = {"basis": f"datum['{value}'] == 'measured'", "error": f"datum['{value}'] > 0.3"}.get(
         heat, f"abs(datum['{value}']) > 0.25"
     )
-    ink = alt.condition(dark, alt.value("white"), alt.value("#222222"))
+    ink = alt.condition(dark, alt.value("white"), alt.value(ON_LIGHT))
     labels = alt.Chart(frame).mark_text(fontSize=9).encode(**axes, text=label, color=ink)
     width, height = (alt.Step(size) for size in cell_px)
     return alt.LayerChart(layer=[cells, labels], title=heading(titles.get("chart", "")), width=width, height=height)
@@ -279,10 +277,8 @@ def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int 
 
     Raises
     ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing.
+    LumosError, SchemaError
+        There is no row, or a column is missing.
 
     Examples
     --------
@@ -292,7 +288,7 @@ def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int 
     shares = {"p05": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
     quantiles = {name: pl.col("error").quantile(share, "linear") for name, share in shares.items()}
     classes = rows.group_by(by, maintain_order=True).agg(rows=pl.len(), **quantiles)
-    y = alt.Y(f"{by}:N", sort=classes[by].to_list()).title(None).axis(labelLimit=320, ticks=False, domain=False)
+    y = names(by, classes[by].to_list())
     x_title = "predicted / measured - 1; bars: the middle 50 % and 90 %"
     tooltip = [alt.Tooltip(by), *figures("rows"), *(alt.Tooltip(f"{name}:Q", format="+.1%") for name in shares)]
     base = alt.Chart(classes).encode(y=y, tooltip=tooltip)
@@ -320,10 +316,8 @@ def interval_check(scores: pl.DataFrame, *, title: str = "", width_px: int = 460
 
     Raises
     ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing.
+    LumosError, SchemaError
+        There is no row, or a column is missing.
 
     Examples
     --------
@@ -337,7 +331,7 @@ def interval_check(scores: pl.DataFrame, *, title: str = "", width_px: int = 460
         x=alt.X("width:Q")
         .scale(type="log", nice=False, domain=room(scores["width"]))
         .title("median width of the intervals, of the prediction")
-        .axis(format="%", gridOpacity=0.4),
+        .axis(format="%", **LOG_LOOK),
         y=y,
         color=alt.Color("left_out:N").scale(range=CLASS_COLOURS).title("left out"),
         tooltip=[

@@ -9,9 +9,11 @@ import polars as pl
 
 from lumos_nb.charts.style import (
     CLASS_COLOURS,
+    EDGE,
     GREY,
-    INK,
+    LOG_LOOK,
     NOTHING,
+    ON_LIGHT,
     PREDICTED,
     SERIES,
     check_rows,
@@ -21,17 +23,9 @@ from lumos_nb.charts.style import (
 )
 from lumos_nb.errors import LumosError
 from lumos_nb.workloads.llm.candidates import AXES
-from lumos_nb.workloads.llm.memory import CLASSES
 
 OTHER_SERIES = (("#D55E00", "cross"), ("#009E73", "diamond"), ("#CC79A7", "square"))
 """Colour and shape of what stands beside measured and predicted."""
-MEMORY_COLOURS = dict(
-    zip(
-        CLASSES,
-        ("#0072B2", "#56B4E9", "#009E73", "#D55E00", INK, "#E69F00", "#CC79A7", "#F0E442", NOTHING),
-        strict=True,
-    )
-)
 CLOSE = 0.1
 """Half the width of the band that a scatter shades."""
 SPAN = ("low_s", "high_s")
@@ -55,10 +49,8 @@ def agreement(
 
     Raises
     ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing.
+    LumosError, SchemaError
+        There is no row, or a column is missing.
 
     Examples
     --------
@@ -69,7 +61,7 @@ def agreement(
     rows = scored.with_columns(error=pl.col("predicted_s") / pl.col("measured_s") - 1)
     ends = room(pl.concat([rows[name].cast(pl.Float64) for name in times]))
     scale = alt.Scale(type="log", domain=ends, nice=False)
-    look = alt.Axis(format="~g", tickCount=6, gridOpacity=0.4)
+    look = alt.Axis(format="~g", tickCount=6, **LOG_LOOK)
     x = alt.X("measured_s:Q", scale=scale, axis=look, title="measured step time (s)")
     y = alt.Y("predicted_s:Q", scale=scale, axis=look, title="predicted step time (s)")
     span = {"y": alt.Y("low_s:Q", scale=scale, title="predicted step time (s)"), "y2": alt.Y2("high_s:Q")}
@@ -139,55 +131,6 @@ def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 
     return alt.LayerChart(layer=[spans, points], title=text, width=alt.Step(step_px), height=240)
 
 
-def memory_bars(
-    memory: pl.DataFrame, *, limit_bytes: float | None = None, title: str = "Memory at its peak", width_px: int = 500
-) -> alt.LayerChart:
-    """Draw what memory each pipeline rank needs when it needs most, by class.
-
-    Parameters
-    ----------
-    memory
-        `stage`, `class`, `bytes`, `moment`: what `memory` and `Estimate.memory` give.
-    limit_bytes
-        What a GPU has, drawn as a line.
-    title, width_px
-        Heading, and width of the plot.
-
-    Raises
-    ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing.
-
-    Examples
-    --------
-    >>> memory_bars(found.memory, limit_bytes=found.cluster.gpu_sheet.memory_bytes)  # doctest: +SKIP
-    """
-    check_rows(memory, ("stage", "class", "bytes", "moment"), "memory")
-    rows = memory.filter(pl.col("bytes") > 0).select(
-        "class", "moment", gb=pl.col("bytes") / 1e9, label=pl.format("pipeline rank {}", "stage"),
-        place=pl.col("class").cast(pl.Enum(CLASSES)).to_physical(),
-    )  # fmt: skip
-    present = [name for name in CLASSES if name in set(rows["class"])]
-    colours = [MEMORY_COLOURS[name] for name in present]
-    labels = memory.sort("stage").select(pl.format("pipeline rank {}", "stage").unique(maintain_order=True))
-    bars = alt.Chart(rows).mark_bar()
-    bars = bars.encode(
-        x=alt.X("gb:Q").title("memory (GB)"),
-        y=alt.Y("label:N").scale(domain=labels.to_series().to_list()).title(None).axis(ticks=False, domain=False),
-        color=alt.Color("class:N").scale(domain=present, range=colours).title(None),
-        order=alt.Order("place:Q"),
-        tooltip=["label", "class", alt.Tooltip("gb:Q", format=".3~f", title="GB"), "moment"],
-    )
-    layers: list[alt.Chart] = [bars]
-    if limit_bytes is not None:
-        limit = alt.Chart(pl.DataFrame({"gb": [limit_bytes / 1e9]}))
-        layers.append(limit.mark_rule(strokeDash=[6, 3], strokeWidth=1.5).encode(x="gb:Q"))
-    text = heading(title, "dashed: what a GPU has" if limit_bytes is not None else "")
-    return alt.LayerChart(layer=layers, title=text, width=width_px, height=alt.Step(26))
-
-
 def layouts(
     frame: pl.DataFrame,
     *,
@@ -210,10 +153,8 @@ def layouts(
 
     Raises
     ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing.
+    LumosError, SchemaError
+        There is no row, or a column is missing.
 
     Examples
     --------
@@ -236,18 +177,18 @@ def layouts(
     fits, fails = cells.filter("feasible"), cells.filter(~pl.col("feasible"))
     colour = alt.Color("step_s:Q").scale(type="log", scheme="blues", reverse=True).title("step time (s)")
     drawn = [
-        alt.Chart(fails).mark_rect(color=NOTHING, stroke="white").encode(**where, tooltip=tooltip),
-        alt.Chart(fails).mark_text(fontSize=10, color=GREY).encode(**where, text="text:N", tooltip=tooltip),
+        alt.Chart(fails).mark_rect(color=NOTHING, stroke=EDGE).encode(**where, tooltip=tooltip),
+        alt.Chart(fails).mark_text(fontSize=10, color=ON_LIGHT).encode(**where, text="text:N", tooltip=tooltip),
     ]
     if fits.height:
         middle = float((fits["step_s"].min() * fits["step_s"].max()) ** 0.5)  # type: ignore[operator]
-        ink = alt.condition(f"datum.step_s < {middle}", alt.value("white"), alt.value("#222222"))
-        rects = alt.Chart(fits).mark_rect(stroke="white")
+        ink = alt.condition(f"datum.step_s < {middle}", alt.value("white"), alt.value(ON_LIGHT))
+        rects = alt.Chart(fits).mark_rect(stroke=EDGE)
         drawn.append(rects.encode(**where, color=colour.legend(format=".3~r", tickCount=4), tooltip=tooltip))
         drawn.append(alt.Chart(fits).mark_text().encode(**where, text="text:N", color=ink, tooltip=tooltip))
     width, height = (alt.Step(size) for size in cell_px)
     text = heading(
-        title, "step time (s) of the fastest in each cell; grey: what is in the way of all; white: no such layout"
+        title, "step time (s) of the fastest in each cell; grey: what is in the way of all; empty: no such layout"
     )
     return alt.LayerChart(layer=drawn, title=text, width=width, height=height)
 
@@ -277,10 +218,8 @@ def pareto(
 
     Raises
     ------
-    LumosError
-        There is no row.
-    SchemaError
-        A column is missing.
+    LumosError, SchemaError
+        There is no row, or a column is missing.
 
     Examples
     --------
@@ -300,7 +239,7 @@ def pareto(
         alt.Y("step_s:Q")
         .scale(type="log", nice=False, domain=room(frame["step_s"]))
         .title("step time (s)")
-        .axis(format="~g", gridOpacity=0.4)
+        .axis(format="~g", **LOG_LOOK)
     )
     colour = alt.Color("gpus:N").scale(range=(PREDICTED, *CLASS_COLOURS[1:])).title("GPUs")
     dots = alt.Chart(shown[0]).mark_point(size=14, filled=True, color="#999999", opacity=0.35)

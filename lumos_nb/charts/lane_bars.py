@@ -31,7 +31,7 @@ ACTIVITIES = {
 
 LANE = ("rank", "lane")
 _LENGTH = pl.col("end_ns") - pl.col("start_ns")
-_LABEL = pl.format("rank {} · {}", "rank", "lane")
+LABEL = pl.format("rank {} · {}", "rank", "lane")
 _NO_PATH = pl.DataFrame(schema={"rank": pl.Int32, "lane": pl.String, "start_ns": pl.Int64, "path_ns": pl.Int64})
 
 
@@ -145,22 +145,32 @@ def _why_nothing(spans: pl.DataFrame, ops: pl.DataFrame, begin_ns: int, end_ns: 
     return f"nothing runs from {begin_ns} to {end_ns} ns; the ops run from {first_ns} to {last_ns} ns."
 
 
-def _spans(ops: pl.DataFrame, zero_ns: int) -> pl.DataFrame:
-    """What takes time on each lane, waiting included."""
+def with_activity(ops: pl.DataFrame) -> pl.DataFrame:
+    """Ops with what each means for its lane, `activity`.
+
+    Raises
+    ------
+    SchemaError
+        An op is of a kind that `schema.OP_KINDS` lacks.
+    """
     kind = pl.col("kind")
     if (unknown := ops.filter(~kind.is_in(list(ACTIVITIES))).head(1)).height:
         op_id, bad = unknown.select("op_id", "kind").row(0)
         raise SchemaError(f"op {op_id} is of kind {bad!r}; kinds are {', '.join(ACTIVITIES)}.")
-    has_device = pl.col("device").is_not_null().any().over("rank")
-    computes = (kind == "cpu") & ~has_device
+    computes = (kind == "cpu") & ~pl.col("device").is_not_null().any().over("rank")
     activity = pl.when(computes).then(pl.lit("compute")).otherwise(kind.replace_strict(ACTIVITIES))
-    ops = ops.with_columns(activity=activity, waits=pl.lit(value=False), start_ns=pl.col("start_ns") - zero_ns)
+    return ops.with_columns(activity=activity)
+
+
+def _spans(ops: pl.DataFrame, zero_ns: int) -> pl.DataFrame:
+    """What takes time on each lane, waiting included."""
+    ops = with_activity(ops).with_columns(waits=pl.lit(value=False), start_ns=pl.col("start_ns") - zero_ns)
     ops = ops.filter(pl.col("lane") != "net").drop_nulls([*LANE, "start_ns", "dur_ns"])
     ops = ops.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns")).sort("start_ns", maintain_order=True)
     slack = pl.col("slack_ns") if "slack_ns" in ops.columns else pl.lit(None, pl.Int64)
-    columns = (*LANE, "kind", "name", "activity", "waits", "start_ns", "end_ns", "dur_ns", "slack_ns")
+    columns = (*LANE, "kind", "name", "shapes", "activity", "waits", "start_ns", "end_ns", "dur_ns", "slack_ns")
     ops = ops.with_columns(slack_ns=slack).select(*columns, "collective")
-    return pl.concat([_waits(ops), ops]).filter(pl.col("end_ns") > pl.col("start_ns")).with_columns(label=_LABEL)
+    return pl.concat([_waits(ops), ops]).filter(pl.col("end_ns") > pl.col("start_ns")).with_columns(label=LABEL)
 
 
 def _waits(ops: pl.DataFrame) -> pl.DataFrame:
@@ -183,7 +193,7 @@ def _stays(path: pl.DataFrame, zero_ns: int) -> pl.DataFrame:
     start = pl.col("start_ns") - zero_ns
     visits = path.filter(pl.col("lane") != "net").group_by(pl.struct(LANE).rle_id().alias("visit"), maintain_order=True)
     stays = visits.agg(pl.col(LANE).first(), start_ns=start.min(), end_ns=(start + pl.col("path_ns")).max())
-    return stays.drop("visit").with_columns(label=_LABEL)
+    return stays.drop("visit").with_columns(label=LABEL)
 
 
 def _clip(rows: pl.DataFrame, begin_ns: int, end_ns: int) -> pl.DataFrame:
@@ -202,7 +212,7 @@ def _drawn(
         (*LANE, "label", "waits"),
         window_ns[0],
         column_ns,
-        pl.col("kind", "name", "activity", "dur_ns").first(),
+        pl.col("kind", "name", "shapes", "activity", "dur_ns").first(),
         pl.col("slack_ns").min(),
         busy_ns=_LENGTH.sum(),
         ops=pl.len(),
@@ -222,7 +232,7 @@ def _drawn(
     ).select("from_label", "from_ns", "label", "start_ns")
     shown = _clip(merged, *window_ns).filter(pl.col("rank").is_in(ranks))
     lanes = pl.concat(rows.select(*LANE, "label") for rows in (bars, shown)).unique()
-    return LaneBars(window_ns, _in_order(lanes), bars, shown, links, step_ns)
+    return LaneBars(window_ns, in_order(lanes), bars, shown, links, step_ns)
 
 
 def _merge(
@@ -236,7 +246,7 @@ def _merge(
     return groups.agg(pl.col("start_ns").min(), pl.col("end_ns").max(), *more, **named).drop("column", "own")
 
 
-def _in_order(lanes: pl.DataFrame) -> list[str]:
+def in_order(lanes: pl.DataFrame) -> list[str]:
     """Labels by rank, CPU threads first, then by the numbers in a lane's name."""
     lane = pl.col("lane")
     numbers = [lane.str.extract(pattern).cast(pl.Int64, strict=False) for pattern in (r"^gpu(\d+)", r":(\d+)$")]

@@ -7,9 +7,13 @@ import builtins
 import os
 import struct
 import zlib
-from typing import Any
+from typing import Any, Literal
 
 import altair as alt
+
+from lumos_nb.charts.style import EDGE, INK
+
+Theme = Literal["light", "dark"]
 
 CHART = alt.TopLevelMixin
 """What every function of the package returns."""
@@ -17,13 +21,54 @@ JUPYTERLAB_MIME = "application/vnd.vegalite.v5+json"
 """JupyterLab 4 brings Vega-Lite 5, which draws these charts; altair's own type it ignores, and nbformat refuses it."""
 
 
+_PAPER, _LETTERS, _LINES = "#111111", "#DDDDDD", "#444444"
+_LABELS = {"labelColor": _LETTERS, "titleColor": _LETTERS}
+DARK = {
+    "background": _PAPER,
+    "title": {"color": _LETTERS, "subtitleColor": _LETTERS},
+    "axis": {**_LABELS, "gridColor": _LINES, "domainColor": "#888888", "tickColor": "#888888"},
+    "legend": _LABELS,
+    "header": _LABELS,
+    "text": {"color": _LETTERS},
+    "view": {"stroke": _LINES},
+}
+"""What the dark theme sets; its paper is that of JupyterLab's."""
+_EXCHANGED = {INK: EDGE, EDGE: _PAPER}
+
+
+def in_theme(spec: dict[str, Any], theme: Theme) -> dict[str, Any]:
+    """A chart's specification in a theme: light is how charts are made, white behind; dark is drawn on black."""
+    if theme == "light":
+        return spec
+    config = spec.get("config", {})
+    merged = {key: {**DARK[key], **config.get(key, {})} for key in DARK if key != "background"}  # type: ignore[dict-item]
+    drawn = {key: value if key == "datasets" else _exchanged(value) for key, value in spec.items()}
+    return {**drawn, "config": {**config, **merged, "background": _PAPER}}
+
+
+def _exchanged(value: Any) -> Any:
+    """The same with ink and edges in the colours that the dark theme has for them."""
+    if isinstance(value, dict):
+        return {key: _exchanged(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_exchanged(one) for one in value]
+    return _EXCHANGED.get(value, value) if isinstance(value, str) else value
+
+
+def _theme() -> Theme:
+    return "dark" if os.environ.get("LUMOS_NB_THEME") == "dark" else "light"
+
+
 def mime_bundle(spec: dict[str, Any], *, still: bool = True, **_options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """A chart as notebooks keep it: its specification, a PNG of it (unless `LUMOS_NB_STATIC=0`), and a line of text.
+
+    In JupyterLab's dark theme it is a white card, or dark with `LUMOS_NB_THEME=dark`.
 
     A panel that redraws it leaves the PNG out (`still=False`).
 
     altair's renderer "lumos_nb".
     """
+    spec = in_theme(spec, _theme())
     interactive = {**spec, "$schema": "https://vega.github.io/schema/vega-lite/v5.json"}
     bundle: dict[str, Any] = {JUPYTERLAB_MIME: interactive, "text/plain": "a chart, which this program cannot show"}
     if os.environ.get("LUMOS_NB_STATIC") == "0" or not still:
@@ -34,7 +79,7 @@ def mime_bundle(spec: dict[str, Any], *, still: bool = True, **_options: Any) ->
     return {**bundle, "image/png": base64.b64encode(png).decode()}, {"image/png": size}
 
 
-def to_png(chart: alt.TopLevelMixin | dict[str, Any], *, scale: float = 2) -> bytes:
+def to_png(chart: alt.TopLevelMixin | dict[str, Any], *, scale: float = 2, theme: Theme = "light") -> bytes:
     """Draw a chart, or its specification, as the bytes of a PNG file with `scale` times the chart's pixels.
 
     Examples
@@ -43,7 +88,7 @@ def to_png(chart: alt.TopLevelMixin | dict[str, Any], *, scale: float = 2) -> by
     """
     import vl_convert
 
-    spec = chart if isinstance(chart, dict) else chart.to_dict()
+    spec = in_theme(chart if isinstance(chart, dict) else chart.to_dict(), theme)
     return _deflated(vl_convert.vegalite_to_png(spec, vl_version=_vega_lite(), scale=scale))
 
 

@@ -5,7 +5,54 @@ from __future__ import annotations
 import altair as alt
 import polars as pl
 
-from lumos_nb.charts.style import CLASS_COLOURS, MEASURED, PREDICTED, check_rows, figures, heading
+from lumos_nb.charts.style import CLASS_COLOURS, EDGE, MEASURED, PREDICTED, check_rows, figures, heading, names
+from lumos_nb.workloads.dlrm.plan import KINDS, SHARDS
+
+KIND_COLOURS = dict(zip(KINDS, CLASS_COLOURS, strict=False))
+
+
+def sharding_plan(shards: pl.DataFrame, *, title: str = "Which device holds what", width_px: int = 620) -> alt.Chart:
+    """Draw what each device holds of which embedding table: a bar a shard, as long as it is large.
+
+    Parameters
+    ----------
+    shards
+        `Plan.frame`.
+    title, width_px
+        Heading, and width of the fullest device.
+
+    Raises
+    ------
+    LumosError, SchemaError
+        There is no row, or a column is missing.
+
+    Examples
+    --------
+    >>> sharding_plan(plan.frame)  # doctest: +SKIP
+    """
+    check_rows(shards, tuple(SHARDS.columns), "shard")
+    rows = shards.select(
+        *("table", "kind", "first_row", "rows", "first_column", "dim"),
+        device=pl.format("device {}", "device"),
+        gb=pl.col("bytes") / 1e9,
+        place=pl.int_range(pl.len()).over("device"),
+    )
+    present = [kind for kind in KINDS if kind in set(rows["kind"])]
+    colour = alt.Color("kind:N").scale(domain=present, range=[KIND_COLOURS[kind] for kind in present]).title(None)
+    devices = shards["device"].unique().sort()
+    chart: alt.Chart = (
+        alt.Chart(rows, title=heading(title, f"{rows['table'].n_unique()} tables in {rows.height} shards"))
+        .mark_bar(stroke=EDGE, strokeWidth=0.6)
+        .encode(
+            x=alt.X("gb:Q").title("memory (GB)"),
+            y=names("device", [f"device {device}" for device in devices]),
+            color=colour.legend(labelExpr="replace(datum.label, '_', ' ')"),
+            order=alt.Order("place:Q"),
+            tooltip=["device", "table", "kind", *figures("gb", "first_row", "rows", "first_column", "dim")],
+        )
+        .properties(width=width_px, height=alt.Step(18))
+    )
+    return chart
 
 
 def device_loads(devices: pl.DataFrame, *, title: str = "", width_px: int = 460) -> alt.VConcatChart:

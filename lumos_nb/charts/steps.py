@@ -20,6 +20,7 @@ from lumos_nb.charts.style import (
     check_rows,
     heading,
     in_ms,
+    names,
     texts,
 )
 from lumos_nb.display import format_ns, format_share
@@ -74,7 +75,7 @@ def timeline(
     rows = lane_bars(source, window_ns=window_ns, ranks=ranks, columns=width_px, max_rows=max_rows)
     begin_ns, end_ns = rows.window_ns
     x = alt.X("start_ms:Q").scale(domain=[begin_ns / 1e6, end_ns / 1e6], nice=False).title("time (ms)")
-    y = alt.Y("label:N").scale(domain=rows.lanes).title(None).axis(labelLimit=240, ticks=False, domain=False, grid=True)
+    y = names("label", rows.lanes)
     present = [activity for activity in ACTIVITY_COLOURS if activity in set(rows.bars["activity"])]
     scale = alt.Scale(domain=present, range=[ACTIVITY_COLOURS[activity] for activity in present])
     bars = alt.Chart(_bar_rows(rows.bars)).mark_bar()
@@ -86,14 +87,14 @@ def timeline(
             x2="end_ms:Q",
             y=y,
             color=alt.Color("activity:N", scale=scale).title(None),
-            tooltip=["name", "kind", "rank", "lane", "start", "duration", "slack", "ops"],
+            tooltip=["name", "kind", "shapes", "rank", "lane", "start", "duration", "slack", "ops"],
         ),
         stays.encode(x=x, x2="end_ms:Q", y=y),
         links.encode(x="from_ms:Q", x2="start_ms:Q", y="from_label:N", y2="label:N"),
     ]
     if rows.step_ns is not None:
         begins = alt.Chart(in_ms(pl.DataFrame({"step_ns": [rows.step_ns]})))
-        layers.append(begins.mark_rule(strokeDash=[6, 3], strokeWidth=1.5).encode(x="step_ms:Q"))
+        layers.append(begins.mark_rule(strokeDash=[6, 3], strokeWidth=1.5, stroke=INK).encode(x="step_ms:Q"))
     text = heading(_title(source) if title is None else title, _subtitle(rows))
     return alt.LayerChart(layer=layers, width=width_px, height=alt.Step(22), title=text)
 
@@ -151,7 +152,7 @@ def breakdown_bars(
     >>> breakdown_bars({"measured": breakdown(graph), "replayed": breakdown(result)})  # doctest: +SKIP
     """
     named = parts if isinstance(parts, Mapping) else {"": parts}
-    frames = [_part_rows(frame, name) for name, frame in named.items()]
+    frames = [part_rows(frame, name) for name, frame in named.items()]
     if not any(len(frame) for frame in frames):
         raise LumosError("nothing to draw: no part of any rank takes time. Pass what `breakdown` returns.")
     rows = pl.concat(frames)
@@ -163,7 +164,7 @@ def breakdown_bars(
         .mark_bar()
         .encode(
             x=alt.X("time_ms:Q").title("time in the step (ms)"),
-            y=alt.Y("label:N").scale(domain=bars).title(None).axis(labelLimit=240, ticks=False, domain=False),
+            y=names("label", bars),
             color=alt.Color("part:N").scale(domain=present, range=colours).title(None),
             order=alt.Order("place:Q"),
             tooltip=["part", "rank", "time", "share"],
@@ -173,7 +174,7 @@ def breakdown_bars(
     return chart
 
 
-def _part_rows(frame: pl.DataFrame, name: str) -> pl.DataFrame:
+def part_rows(frame: pl.DataFrame, name: str) -> pl.DataFrame:
     """The parts of a breakdown that take time, with their bar's `label`, their `place` in it and texts."""
     check_rows(frame, ("rank", "part", "time_ns"), "breakdown")
     if unknown := sorted(set(frame["part"].drop_nulls()) - set(PARTS)):
@@ -218,7 +219,7 @@ def structure_bars(table: pl.DataFrame, *, title: str = "Layers found", width_px
         .mark_bar()
         .encode(
             x=alt.X("share:Q").scale(domain=[0, 1]).axis(format="%").title("of the phase's time"),
-            y=alt.Y("label:N").sort(None).title(None).axis(labelLimit=240, ticks=False, domain=False),
+            y=names("label"),
             color=alt.Color("found:N").scale(range=[COMPUTE, COPY, TRANSFER, UNEXPLAINED]).title("found by"),
             opacity=alt.Opacity("confidence:Q").scale(domain=[0, 1], range=[0.15, 1]).legend(None),
             tooltip=list(columns),

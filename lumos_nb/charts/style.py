@@ -5,7 +5,8 @@ One colour means one thing in all charts. The colours are Okabe and Ito's (2008)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import altair as alt
 import polars as pl
@@ -16,8 +17,9 @@ COMPUTE, TRANSFER, WAITING, COPY, HOST, UNEXPLAINED, NOTHING = (
     *("#0072B2", "#D55E00", "#F7CDB0", "#009E73", "#56B4E9"),
     *("#4D4D4D", "#E6E6E6"),
 )
-INK, GREY = "#000000", "#808080"
-"""Of what is measured or outlined, which a dark theme turns white; and of lines to compare with, for both themes."""
+INK, EDGE, GREY, ON_LIGHT = "#000000", "#FFFFFF", "#808080", "#222222"
+"""Of what is measured or outlined and of what lies between marks, which a dark theme exchanges; of lines to compare
+with, and of letters on a light mark, which it keeps."""
 ACTIVITY_COLOURS = {
     "compute": COMPUTE,  # a kernel; on a rank without a device, an operator
     "transfer": TRANSFER,
@@ -85,6 +87,16 @@ def in_ms(frame: pl.DataFrame) -> pl.DataFrame:
 def texts(values: pl.Series, write: Callable[[float], str]) -> pl.Series:
     """Numbers written out, nulls kept."""
     return pl.Series([None if value is None else write(value) for value in values], dtype=pl.String)
+
+
+def names(field: str, in_order: Sequence[str] | None = None, *, title: str | None = None) -> alt.Y:
+    """An axis of names from top to bottom, in this order or as they stand."""
+    y = alt.Y(f"{field}:N", sort=None) if in_order is None else alt.Y(f"{field}:N").scale(domain=list(in_order))
+    return y.title(title).axis(labelLimit=320, ticks=False, domain=False)
+
+
+LOG_LOOK: dict[str, Any] = {"gridOpacity": 0.4, "labelSeparation": 8}
+"""Of a logarithmic axis: its many lines pale, its labels apart."""
 
 
 def room(values: pl.Series) -> list[float]:

@@ -17,7 +17,7 @@ from lumos_nb.layout import Cluster, Parallelism, Training, check
 from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.contention import Timed, slowed
 from lumos_nb.workloads.llm.assembly import assembled
-from lumos_nb.workloads.llm.memory import memory
+from lumos_nb.workloads.llm.memory import memory, memory_over_time
 from lumos_nb.workloads.llm.rounds import FULL, FULL_SPLIT, SPLIT_SCHEDULES, Rounds
 from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.predicted import Predicted
@@ -99,6 +99,11 @@ class Estimate(Predicted):
     def memory(self) -> pl.DataFrame:
         """Bytes by pipeline rank and class, at each rank's peak, as `memory` gives them."""
         return memory(self.model, self.layout, self.train)
+
+    @cached_property
+    def memory_over_time(self) -> pl.DataFrame:
+        """The same at every instant of the replayed step at which it changes, as `memory_over_time` gives it."""
+        return memory_over_time(self.model, self.layout, self.train, self.result.ops)
 
     @property
     def peak_bytes(self) -> int:

@@ -75,6 +75,65 @@ def memory(model: Transformer, layout: Parallelism, train: Training, *, fragment
     return pl.DataFrame(columns, schema_overrides={"stage": pl.Int32, "bytes": pl.Int64})
 
 
+def memory_over_time(model: Transformer, layout: Parallelism, train: Training, ops: pl.DataFrame) -> pl.DataFrame:
+    """Bytes of each pipeline rank by class, at every instant at which a pass of a replayed step changes them.
+
+    What `memory` counts at its moments comes and goes with the passes: a layer's activations are there from the end of
+    its forward pass to that of its backward pass, its workspace and gradients of a micro-batch during the latter.
+    What ZeRO gathers counts as there throughout.
+
+    Parameters
+    ----------
+    model, layout, train
+        As `memory`.
+    ops : op table
+        Of an estimate's result: `rank` (pipeline rank), `micro_batch`, `layer`, `phase` of its kernels.
+
+    Returns
+    -------
+    DataFrame
+        `stage`, `time_ns` (on the op table's clock), `class`, `bytes`: every class that is ever used at every instant.
+
+    Raises
+    ------
+    LayoutError
+        As `memory`, or the ops are not those of this layout.
+
+    Examples
+    --------
+    >>> memory_over_time(found.model, found.layout, found.train, found.result.ops)  # doctest: +SKIP
+    """
+    check(model, layout, train)
+    pass_of = ("micro_batch", "layer", "phase")
+    kernels = ops.filter(pl.col("kind") == "kernel", pl.col("micro_batch") >= 0, pl.col("phase") != "optimizer")
+    kernels = kernels.filter(~pl.col("name").str.starts_with("embedding")).with_columns(pl.col("layer").cast(pl.Int32))
+    spans = kernels.group_by("rank", *pass_of).agg(
+        begin_ns=pl.min("start_ns"), end_ns=(pl.col("start_ns") + pl.col("dur_ns")).max()
+    )
+    if sorted(spans["rank"].unique()) != [*range(layout.pp)]:
+        raise LayoutError(
+            f"the ops are of ranks {sorted(spans['rank'].unique())}; pp is {layout.pp}: give an estimate's."
+        )
+    begin_ns, end_ns = ops.select(begin=pl.min("start_ns"), end=(pl.col("start_ns") + pl.col("dur_ns")).max()).row(0)
+    changes = pl.DataFrame(
+        [
+            (stage, at_ns, name, size)
+            for stage in range(layout.pp)
+            for at_ns, used in _Rank(model, layout, train, stage).changes(
+                begin_ns, end_ns, spans.filter(rank=stage).select(*pass_of, "begin_ns", "end_ns").rows()
+            )
+            for name, size in used.items()
+        ],
+        schema={"stage": pl.Int32, "time_ns": pl.Int64, "class": pl.String, "bytes": pl.Float64},
+        orient="row",
+    )
+    sums = changes.group_by("stage", "time_ns", "class").agg(pl.col("bytes").sum())
+    every = sums.select("stage", "time_ns").unique().join(sums.select("class").unique(), how="cross")
+    dense = every.join(sums, on=every.columns, how="left").sort("stage", "class", "time_ns")
+    in_use = pl.col("bytes").fill_null(0.0).cum_sum().over("stage", "class")
+    return dense.with_columns(in_use.round().cast(pl.Int64)).sort("stage", "time_ns", "class")
+
+
 def peak_bytes(model: Transformer, layout: Parallelism, train: Training) -> float:
     """Most bytes that any rank uses, without fragmentation; checks nothing (for a search over many layouts)."""
     return max(sum(_Rank(model, layout, train, stage).peak()[1].values()) for stage in range(layout.pp))
@@ -220,6 +279,42 @@ class _Rank:
         moment = max(moments, key=lambda name: sum(moments[name].values()))
         return moment, _sum([self.lasting(), moments[moment]])
 
+    def changes(
+        self, begin_ns: int, end_ns: int, passes: Iterable[tuple[int, int | None, str, int, int]]
+    ) -> Iterator[tuple[int, dict[str, float]]]:
+        """When what is in use changes, and by how much, of passes: micro-batch, layer, phase, begin and end.
+
+        Nothing changes when the step ends, which is told too.
+        """
+        apart = self.layout.schedule.startswith("zb")  # weight gradients are passes of their own
+        unfused: dict[int, list[tuple[int, dict[str, float]]]] = {}
+        yield begin_ns, self.lasting()
+        yield end_ns, {"weights": 0.0}
+        yield begin_ns, self._gathered(1 + self.train.prefetch, self.ends, self.largest(trained=True))
+        for micro_batch, layer, phase, first_ns, last_ns in passes:
+            if layer is None:
+                kept, rise = self._kept_logits(), self._one_loss()
+            else:
+                kept, rise = self._kept_of(layer), {"workspace": self.of_layer(layer).rise(self.train.recompute)}
+            waiting = {"activations": 0.0 if layer is None or not apart else self.of_layer(layer).put_off()}
+            if phase == "forward":
+                yield last_ns, kept
+            elif phase == "backward":
+                yield first_ns, rise
+                yield last_ns, _sum([waiting, _times(kept, -1), _times(rise, -1)])
+                made = self._unfused(self.ends) if layer is None else self._unfused((), [layer])
+                unfused.setdefault(micro_batch, []).append((last_ns, made))
+            else:
+                yield last_ns, _times(waiting, -1)
+        for made_at in unfused.values():
+            yield from made_at
+            yield max(at_ns for at_ns, _ in made_at), _times(_sum([made for _, made in made_at]), -1)
+
+    def _kept_of(self, layer: int) -> dict[str, float]:
+        """What a layer keeps of a micro-batch, the first of all with token ids and the mask of the embedding."""
+        first = self.first and layer == self.every[0]
+        return _sum([self.kept([layer]), *([self._embedded()] if first else [])])
+
     def _moments(self) -> Iterator[tuple[str, dict[str, float]]]:
         """What passes, by class, at each moment that may be the peak."""
         held, layers, recompute = self._held(), self.layers, self.train.recompute
@@ -233,30 +328,37 @@ class _Rank:
             yield "backward", _sum([held, rise, self._unfused(head), self._gathered(ahead, head, 0)])
         if len(layers) > 1:
             rise = {"workspace": self.of_layer(layers[-2]).rise(recompute)}
-            freed = _times(self.kept(layers[-1:]), -1)
+            freed = self._freed(layers[-1:])
             yield "next layer", _sum([held, freed, rise, self._gathered(ahead, head, self.largest(trained=True))])
         if layers:
             rise = {"workspace": self.of_layer(layers[0]).rise(recompute)}
-            freed = _times(self.kept(layers[1:]), -1)
+            freed = self._freed(layers[1:])
             apart = self._unfused(head, [layer for layer in self.every if layer != layers[0]])
             reduced = self._gathered(1, head, self.largest(trained=True))
             yield "gradients", _sum([held, freed, rise, apart, reduced])
-        freed = _times(self.kept(layers), -1)
+        freed = self._freed(layers)
         ends = self._gathered(0, self.ends, self.size(self.ends, trained=True))
         yield "last gradients", _sum([held, freed, self._unfused(self.ends, self.every), ends])
 
+    def _freed(self, layers: Sequence[int]) -> dict[str, float]:
+        """What a micro-batch holds less once layers have gone back, but for what weight passes wait for."""
+        waiting = sum(self.of_layer(i).put_off() for i in layers) if self.layout.schedule.startswith("zb") else 0.0
+        return _sum([_times(self.kept(layers), -1), {"activations": waiting}])
+
     def _held(self) -> dict[str, float]:
         """What micro-batches in flight keep, by class."""
-        tokens = self.train.micro_batch * self.train.seq / self.layout.cp
         parts = [_times(self.kept(c), n) for c, n in zip(self.chunks, self.in_flight(), strict=True)]
         if self.first:
-            mask = self.train.dropout * self.model.hidden
-            spread = self.layout.tp if self.layout.sequence_parallel else 1
-            parts.append({"bookkeeping": self.in_flight()[0] * tokens * (8 + mask / spread)})
+            parts.append(_times(self._embedded(), self.in_flight()[0]))
         if self.layout.schedule == "zb-h1":  # a rank puts off weight gradients until it holds as much as the first
             waiting = min(self.layout.pp, self.train.micro_batches(self.layout)) - self.in_flight()[0]
             parts.append({"activations": waiting * sum(self.of_layer(i).put_off() for i in self.every)})
         return _sum(parts)
+
+    def _embedded(self) -> dict[str, float]:
+        """What the embedding keeps of a micro-batch."""
+        mask = self.train.dropout * self.model.hidden / (self.layout.tp if self.layout.sequence_parallel else 1)
+        return {"bookkeeping": self.train.micro_batch * self.train.seq / self.layout.cp * (8 + mask)}
 
     def _inputs(self) -> tuple[float, float, float]:
         """Bytes of one tensor of hidden states, whole and in this rank's part, and of what the head keeps."""
@@ -267,11 +369,20 @@ class _Rank:
         return whole, part, part + needed
 
     def _logits(self) -> dict[str, float]:
-        train = self.train
-        tokens = train.micro_batch * train.seq / self.layout.cp
-        vocab, inputs = math.ceil(self.model.vocab / self.layout.tp), self._inputs()[2]
-        before = (self.in_flight()[-1] - 1) * (4.0 * vocab * tokens + inputs)
-        return {"logits": tokens * train.logit_bytes * vocab + inputs + before}
+        return _sum([_times(self._kept_logits(), self.in_flight()[-1]), self._one_loss()])
+
+    def _kept_logits(self) -> dict[str, float]:
+        """What the head and the loss keep of a micro-batch."""
+        return {"logits": 4.0 * self._numbers() + self._inputs()[2]} if self.last else {}
+
+    def _one_loss(self) -> dict[str, float]:
+        """What the loss has beyond that."""
+        return {"logits": (self.train.logit_bytes - 4.0) * self._numbers()} if self.last else {}
+
+    def _numbers(self) -> float:
+        """Logits of a micro-batch on this rank."""
+        tokens = self.train.micro_batch * self.train.seq / self.layout.cp
+        return math.ceil(self.model.vocab / self.layout.tp) * tokens
 
     def _head(self) -> dict[str, float]:
         whole, part, inputs = self._inputs()

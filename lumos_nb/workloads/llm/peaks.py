@@ -160,6 +160,12 @@ class _Ranks:
         counts = {False: end - begin - routed, True: routed}
         return sum((counts[kind] * self.layer[kind][term] for kind in self.layer), np.zeros(len(self.row)))
 
+    def freed(self, begin: Ints, end: Ints) -> Floats:
+        """What a micro-batch no longer holds once some layers have gone back, but for what weight passes wait for."""
+        split = self.folded | (self.schedule == "zb-h1")
+        held: Floats = self.of_layers(0, begin, end) - split * self.of_layers(2, begin, end)
+        return held
+
     def of_one(self, values: dict[bool, Floats], layer: Ints) -> Floats:
         """A value of one layer a rank, by its kind."""
         if len(values) == 1:
@@ -285,15 +291,15 @@ class _Ranks:
         rise = {kind: terms[1] for kind, terms in self.layer.items()}
         yield from (np.where(self.last, moment, 0.0) for moment in self.of_head(held, head))
         yield held + self.of_one(rise, end - 1) + self.unfused(head) + self.gathered(ahead, head, 0)
-        freed = self.of_layers(0, end - 1, end)
+        freed = self.freed(end - 1, end)
         after = held - freed + self.of_one(rise, np.maximum(end - 2, 0)) + self.gathered(ahead, head, largest)
         yield np.where(self.per > 1, after, 0.0)
         routed = self.chunks[1]
         made = head + self.layers_numbers(routed - self.experts(begin, begin + 1), self.per * self.v - 1)
-        freed = self.of_layers(0, begin + 1, end)
+        freed = self.freed(begin + 1, end)
         yield held - freed + self.of_one(rise, begin) + self.unfused(made) + self.gathered(1, head, largest)
         made, ends = self.trained_ends + self.layers_numbers(routed, self.per * self.v), self.trained_ends
-        yield held - self.of_layers(0, begin, end) + self.unfused(made) + self.gathered(0, ends, ends)
+        yield held - self.freed(begin, end) + self.unfused(made) + self.gathered(0, ends, ends)
 
     def of_head(self, held: Floats, head: Floats) -> Iterator[Floats]:
         """The moments of logits and of their gradients."""
