@@ -87,7 +87,7 @@ class Similarity:
         return (
             f"{word}: a step takes {step['ratio']:.3f} ({step['low']:.3f} to {step['high']:.3f}) of the original's "
             f"{format_ns(step['original'])}; {format_share(self.coverage_by_time)} of operator time covered; "
-            f"{format_share(self.distance)} of it lies in other operators."
+            f"{format_share(self.distance)} of it is distributed otherwise."
         )
 
     @property
