@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import polars as pl
 import pytest
 
 import lumos_nb as ln
 from lumos_nb.errors import GraphError, InputError
-from lumos_nb.exchange.chakra import TraceModel, fidelity, validate, write
-from lumos_nb.exchange.chakra.ngrams import END, NGrams
+from lumos_nb.exchange.chakra import TraceModel, fidelity, pattern, validate, write
+from lumos_nb.exchange.chakra.ngrams import START, NGrams
 from lumos_nb.exchange.chakra.sequence_net import SequenceNet
-from lumos_nb.exchange.chakra.word_draws import SEEN, Durations
-from lumos_nb.exchange.chakra.words import Step
+from lumos_nb.exchange.chakra.speaking import Speaker
+from lumos_nb.exchange.chakra.word_draws import Line
+from lumos_nb.exchange.chakra.words import Meeting, Step
 from lumos_nb.schema import EDGES, OPS
 
 STEPS = (3, 4, 5, 6)
@@ -32,42 +35,57 @@ def model(corpus):
     return TraceModel.fit(corpus, epochs=0)
 
 
-def test_a_sequence_seen_is_certain_and_chances_sum_to_one():
-    ngrams = NGrams.fit([["a", "b", "a", "b"]] * 3, order=2)
-    # After a: b 6 of 6 times, one kind; before it a, b and the end over 15 tokens in 3 kinds, and a 4th for all others.
+def score(ngrams, sentence, net=None):
+    return Speaker(4, 0, ngrams, net).score(sentence)
+
+
+def test_chances_are_witten_and_bells_and_sum_to_one():
+    ngrams = NGrams.fit([[0, 1, 0, 1]] * 3, 3, counting=False, order=2)
+    chances = np.full(4, 1 / 4)
+    ngrams.smooth(chances, [START, (1, 0), (0, 0)])
+    # After 1, 0: 1 always, 3 times. After 0: 1 always, 6 times. Before it 0, 1 and the end over 15 words, in 3 kinds.
     unigram = (6 + 3 * 1 / 4) / 18
     bigram = (6 + unigram) / 7
-    assert ngrams.probability(["b", "a"], "b") == pytest.approx((3 + bigram) / 4)
-    assert sum(ngrams.probability(["b", "a"], t) for t in ("a", "b", END, "never")) == pytest.approx(1)
-    assert ngrams.draw(["a"], np.random.default_rng(0), lambda token: token != "b") in ("a", END)
+    assert chances[1] == pytest.approx((3 + bigram) / 4)
+    assert chances.sum() == pytest.approx(1)
 
 
-def test_a_net_learns_to_count():
-    """Five times round a loop, then out: a chain of order 3 cannot know when, the net is told how often."""
-    sentence = np.array([0, 1, 2] * 5 + [3], np.int64)
-    net = SequenceNet.fit([sentence], [0], [4], 4, seed=1, epochs=60)
-    bits = -np.log2(net.chances(sentence, 0)).mean()
-    chain = NGrams.fit([sentence.tolist()] * 4)
-    assert bits < 0.1
-    assert bits < -np.log2(chain.chances(sentence.tolist())).mean()
-    again = SequenceNet.fit([sentence], [0], [4], 4, seed=1, epochs=60)
-    assert np.array_equal(net.chances(sentence, 0), again.chances(sentence, 0))
+def test_counting_tells_when_a_loop_ends_and_a_net_learns_it():
+    """Five times round a loop, then out: a chain of order 3 cannot know when."""
+    sentence = [0, 1, 2] * 5 + [3]
+    chain, counting = (NGrams.fit([sentence] * 4, 4, counting=counting) for counting in (False, True))
+    net = SequenceNet.fit({(0, tuple(sentence)): 4}, 4, seed=1, epochs=60)
+    of_chain, counted, of_net = (
+        -np.log2(score(*way)).mean()
+        for way in (([chain], sentence), ([chain, counting], sentence), ([], sentence, net))
+    )
+    assert 2 * counted < of_chain
+    assert of_net < 0.1
+    again = [SequenceNet.fit({(0, tuple(sentence)): 4}, 4, seed=1, epochs=2) for _ in range(2)]
+    assert np.array_equal(*(score([], sentence, net) for net in again))
 
 
-def test_durations_keep_their_distribution_and_what_ranks_share():
-    rng = np.random.default_rng(0)
-    steps, places = 200, 20
-    shared = rng.standard_normal((steps, 1, places)) + 0 * rng.standard_normal((steps, 2, places))
-    log_ns = 9 + 0.5 * (0.8**0.5 * shared + 0.2**0.5 * rng.standard_normal((steps, 2, places)))
-    step, rank, nth = np.indices(log_ns.shape).reshape(3, -1)
-    seen = {"run": "r", "step": step, "rank": rank.astype(np.int32), "word": 0, "nth": nth, "size_bytes": 0}
-    table = pl.DataFrame({**seen, "dur_ns": np.exp(log_ns).ravel().astype(np.int64)}, schema=SEEN)
-    durations = Durations.fit(table)
-    assert durations.of_place == pytest.approx(0.8, abs=0.05)
-    assert durations.of_rank == pytest.approx(0, abs=0.02)
-    first, second = durations.draw("r", [([0] * 5000, [0] * 5000)] * 2, rng)
-    assert np.corrcoef(np.log(first), np.log(second))[0, 1] == pytest.approx(0.8, abs=0.05)
-    assert np.quantile(first, [0.1, 0.5, 0.9]) == pytest.approx(np.quantile(table["dur_ns"], [0.1, 0.5, 0.9]), rel=0.05)
+def test_a_word_that_comes_and_goes_does_not_shift_what_follows():
+    with_two = [0, 3, 1, 3, 2]
+    counting = NGrams.fit([with_two, [0, 1, 3, 2]], 4, counting=True)
+    assert counting.counted == {0, 1, 2}
+    assert counting.token(3, 7) == (3, 0)
+    assert counting.token(1, 7) == (1, 7)
+
+
+def test_the_net_sampled_is_the_net_trained():
+    import torch
+
+    net = SequenceNet.fit({(0, (0, 1, 2, 1)): 1}, 4, seed=3, epochs=2)
+    gru = torch.nn.GRUCell(24, 64)
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    gru.load_state_dict({name: torch.tensor(net.weights[f"memory.{name}_l0"]).float() for name in names})
+    w = {name: torch.tensor(weight).float() for name, weight in net.weights.items()}
+    given = w["word.weight"][2] + w["count.weight"][1] + w["role.weight"][1]
+    state = gru(given, torch.zeros(64))
+    chances, _ = net.read(net.begin(), 0, 2, 1)
+    expected = torch.softmax(w["out.weight"] @ state + w["out.bias"], -1)
+    assert chances == pytest.approx(expected.detach().numpy(), rel=1e-4)
 
 
 def test_equal_seeds_give_equal_graphs_and_others_others(model):
@@ -75,6 +93,8 @@ def test_equal_seeds_give_equal_graphs_and_others_others(model):
     assert first.ops.equals(again.ops)
     assert first.edges.equals(again.edges)
     assert first.ops["dur_ns"].to_list() != other.ops["dur_ns"].to_list()
+    kept = pickle.loads(pickle.dumps(model)).sample(seed=7, like="gpt-ddp")
+    assert first.ops.equals(kept.ops)
 
 
 @pytest.mark.parametrize("run", ["gpt-ddp", "gpt-pp"])
@@ -87,8 +107,16 @@ def test_a_sample_is_a_step_like_those_seen(model, corpus, run):
     for kind in ("comm", "join", "launch"):
         assert (graph.ops["kind"] == kind).sum() == (real.ops["kind"] == kind).sum()
     assert len(graph.edges.filter(rule="sync")) == len(real.edges.filter(rule="sync"))
-    times = [ln.replay(g).step_ns for g in corpus[run]]
-    assert min(times) / 1.5 < ln.replay(graph).step_ns < max(times) * 1.5
+    assert graph.report["count"].to_list() == [0]
+
+
+def test_steps_take_as_long_as_those_seen_on_average(corpus):
+    run = corpus["gpt-pp"]
+    model = TraceModel.fit(run, epochs=0)
+    work = [
+        np.mean([g.ops["dur_ns"].sum() for g in graphs]) for graphs in (run, [model.sample(seed=s) for s in range(8)])
+    ]
+    assert work[1] == pytest.approx(work[0], rel=0.1)  # steps seen scatter by 8 %
 
 
 def test_ranks_agree_on_what_they_communicate(model):
@@ -107,7 +135,7 @@ def test_no_rank_copies_a_step_that_was_seen(model, corpus):
     graph = model.sample(seed=2, like="gpt-ddp")
     drawn = graph.ops.filter(pl.col("dur_ns") > 1000)["dur_ns"]
     for step in corpus["gpt-ddp"]:
-        assert drawn.is_in(step.ops["dur_ns"].implode()).mean() < 0.25  # equal to some of that step's 1,896, by chance
+        assert drawn.is_in(step.ops["dur_ns"].implode()).mean() < 0.5  # ends of a place's range, and chance
 
 
 def test_twice_the_layers_are_twice_the_ops_of_layers_and_no_more_messages(model):
@@ -120,10 +148,24 @@ def test_twice_the_layers_are_twice_the_ops_of_layers_and_no_more_messages(model
     assert (once["kind"] == "comm").sum() == (twice["kind"] == "comm").sum()
 
 
-def test_larger_messages_take_longer_in_proportion(model):
-    once, larger = (model.sample(seed=1, like="gpt-ddp", message_size=m).ops.filter(kind="comm") for m in (1.0, 4.0))
+def test_larger_messages_take_longer_in_proportion_where_one_size_was_seen(model):
+    once, larger = (model.sample(seed=1, like="gpt-pp", message_size=m).ops.filter(kind="comm") for m in (1.0, 4.0))
     assert larger["comm_bytes"].sort().to_list() == [4 * size for size in once["comm_bytes"].sort().to_list()]
-    assert larger["dur_ns"].sort().to_numpy() == pytest.approx(4 * once["dur_ns"].sort().to_numpy(), rel=1e-6)
+    assert larger["dur_ns"].sort().to_numpy() == pytest.approx(4 * once["dur_ns"].sort().to_numpy(), rel=1e-4)
+
+
+def test_larger_messages_and_more_ranks_keep_the_latency_that_sizes_tell():
+    """10 us for each rank but the first, and 2 ns a byte on the wire: an all-reduce of 2 ranks has its size there."""
+    sizes = (1_000, 10_000, 100_000)
+    steps = [
+        pattern(2, 3, collective="all_reduce", size_bytes=size, transfer_us=10 + size * 2 / 1000) for size in sizes
+    ]
+    model = TraceModel.fit(steps, epochs=0)
+    for seed in range(3):
+        comm = model.sample(seed=seed, message_size=4).ops.filter(kind="comm")
+        expected = 10_000 + 2 * comm["comm_bytes"].to_numpy()
+        assert comm["dur_ns"].to_numpy() == pytest.approx(expected, rel=1e-3)
+    assert Line(10_000, 2).time_ns(Meeting("all_reduce", (0, 1, 2, 3), 1000)) == 30_000 + 2 * 1500
 
 
 def test_more_ranks_join_the_groups_of_data_parallelism(model):
@@ -143,20 +185,20 @@ def test_samples_leave_as_chakra_files_that_are_valid(model, tmp_path):
 
 def test_a_step_read_keeps_every_op_but_joins(corpus):
     step = Step.of(corpus["gpt-pp"][0])
-    assert sum(len(s.words) for s in step.sentences.values()) == len(
-        corpus["gpt-pp"][0].ops.filter(pl.col("kind") != "join")
-    )
+    assert sum(len(s.words) for s in step.sentences) == len(corpus["gpt-pp"][0].ops.filter(pl.col("kind") != "join"))
     assert len(step.meetings) == 8
     assert {m.collective for m in step.meetings} == {"message"}
 
 
-def test_bits_are_those_of_steps_not_learned_from(model, corpus):
+def test_bits_are_those_of_steps_not_learned_from(model):
     recording = ln.Recording.of(ln.load_run(ln.datasets.path("gpt-ddp")))
     held_out = [ln.build_graph(recording, 8)]
     bits = model.bits(held_out, like="gpt-ddp")
     assert len(bits) == 2
     assert (bits["counts_bits"] < bits["markov_bits"]).all()
     assert (bits["markov_bits"] < bits["uniform_bits"]).all()
+    unseen = model.bits(held_out)
+    assert (unseen["markov_bits"] > bits["markov_bits"]).all()
 
 
 @pytest.mark.parametrize(
@@ -168,6 +210,7 @@ def test_bits_are_those_of_steps_not_learned_from(model, corpus):
         pytest.param({"ranks": 3, "like": "gpt-ddp"}, InputError, "multiple", id="a rank and a half"),
         pytest.param({"seed": -1}, InputError, "seed=-1", id="a negative seed"),
         pytest.param({"by": "net"}, InputError, "epochs=0", id="a net that was not fitted"),
+        pytest.param({"by": "chance"}, InputError, "by='chance'", id="a way that is none"),
     ],
 )
 def test_impossible_questions_are_refused(model, options, error, words):
@@ -175,7 +218,13 @@ def test_impossible_questions_are_refused(model, options, error, words):
         model.sample(**{"seed": 0, **options})
 
 
-def test_nothing_is_learned_from_nothing(corpus):
+def test_layers_of_a_step_that_names_none_are_refused():
+    model = TraceModel.fit([pattern(2, 3, compute_us=5, collective="all_reduce", size_bytes=1000)], epochs=0)
+    with pytest.raises(GraphError, match="layers=2: no op of '' says which layer"):
+        model.sample(seed=0, layers=2)
+
+
+def test_nothing_is_learned_from_nothing():
     with pytest.raises(InputError, match="no graphs"):
         TraceModel.fit({}, epochs=0)
     with pytest.raises(InputError, match="given a int"):
@@ -203,6 +252,6 @@ def test_fidelity_tells_a_copy_a_half_and_a_twice_as_slow_step(corpus):
 def test_generated_steps_are_as_far_from_real_ones_as_these_from_each_other(model, corpus):
     table = fidelity(corpus["gpt-ddp"], [model.sample(seed=seed, like="gpt-ddp") for seed in (1, 2)])
     value, among = table.filter(measure="nearest step").select("value", "among_real").row(0)
-    assert 0.7 * among < value < 3 * among
+    assert 0.6 * among < value < 1.5 * among
     with pytest.raises(InputError, match="1 real and 0 generated"):
         fidelity(corpus["gpt-ddp"][:1], [])

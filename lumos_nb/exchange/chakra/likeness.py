@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+from scipy.spatial.distance import jensenshannon
 from scipy.stats import ks_2samp
 
-from lumos_nb.critical_path import Result, replay
+from lumos_nb.critical_path import replay
 from lumos_nb.errors import InputError
 from lumos_nb.graph import Graph
 from lumos_nb.partition import breakdown
 from lumos_nb.schema import require
 
 Floats = NDArray[np.float64]
-Grams = Counter[tuple[str, ...]]
 
 FIDELITY = {
     "measure": pl.String(),
@@ -82,35 +82,21 @@ class _Replayed:
     """A step with what is compared of it."""
 
     def __init__(self, graph: Graph) -> None:
-        self.result: Result = replay(graph)
+        self.result = replay(graph)
         ops = self.result.ops.with_columns(graph.ops["dur_ns"], name=pl.col("name").str.replace(r" \w+=.*$", ""))
         self.ops = ops.filter(~pl.col("kind").is_in(["join", "boundary"])).sort("rank", "start_ns", maintain_order=True)
         nth = pl.int_range(pl.len()).over("rank", "kind", "name")
-        self.profile = self.ops.filter(pl.col("dur_ns") > 0).select(
-            "rank", "kind", "name", log_ns=pl.col("dur_ns").log(), nth=nth
-        )
+        timed = self.ops.filter(pl.col("dur_ns") > 0)
+        self.profile = timed.select("rank", "kind", "name", log_ns=pl.col("dur_ns").log(), nth=nth)
+        self.words = [lane.select("kind", "name").rows() for _, lane in self.ops.group_by("rank", "lane")]
 
-    def durations(self, kinds: Sequence[str]) -> Floats:
-        return self.ops.filter(pl.col("kind").is_in(kinds))["dur_ns"].to_numpy().astype(np.float64)
-
-    def sizes(self) -> Floats:
-        return self.ops.filter(kind="comm")["comm_bytes"].drop_nulls().to_numpy().astype(np.float64)
+    def column(self, name: str, kinds: Sequence[str]) -> Floats:
+        return self.ops.filter(pl.col("kind").is_in(kinds))[name].drop_nulls().to_numpy().astype(np.float64)
 
     def idle(self) -> Floats:
         end_ns = pl.col("start_ns") + pl.col("dur_ns")
         idle_ns = (pl.col("start_ns") - end_ns.shift(1)).over("rank", "lane")
-        return self.ops.select(idle_ns.alias("idle")).drop_nulls()["idle"].to_numpy().astype(np.float64)
-
-    def grams(self, n: int) -> Grams:
-        grams: Grams = Counter()
-        for _, lane in self.ops.group_by("rank", "lane"):
-            words = [f"{kind} {name}" for kind, name in lane.select("kind", "name").iter_rows()]
-            grams.update(zip(*(words[i:] for i in range(n)), strict=False))
-        return grams
-
-    def shares(self) -> dict[tuple[int, str], float]:
-        table = breakdown(self.result).with_columns(pl.col("share").fill_null(0.0))
-        return {(rank, part): share for rank, part, share in table.select("rank", "part", "share").iter_rows()}
+        return self.ops.select(idle_ns.alias("idle"))["idle"].drop_nulls().to_numpy().astype(np.float64)
 
 
 Steps = Sequence[_Replayed]
@@ -119,35 +105,31 @@ Measure = Callable[[Steps, Steps], tuple[float, float | None]]
 
 def _measures() -> Iterator[tuple[str, Measure]]:
     for name, kinds in KINDS.items():
-        yield f"duration of {name}", _two_sample(partial(_Replayed.durations, kinds=kinds))
-    yield "size of messages", _two_sample(_Replayed.sizes)
-    yield "idle time", _two_sample(_Replayed.idle)
+        yield f"duration of {name}", partial(_two_sample, partial(_Replayed.column, name="dur_ns", kinds=kinds))
+    yield "size of messages", partial(_two_sample, partial(_Replayed.column, name="comm_bytes", kinds=["comm"]))
+    yield "idle time", partial(_two_sample, _Replayed.idle)
     for n in (1, 2, 3):
-        yield f"{n}-grams", _divergence(n)
+        yield f"{n}-grams", partial(_divergence, n)
     yield "makespan", _makespan
     yield "breakdown", _breakdown
 
 
-def _two_sample(values: Callable[[_Replayed], Floats]) -> Measure:
-    def measure(a: Steps, b: Steps) -> tuple[float, float | None]:
-        ours, theirs = (np.concatenate([values(step) for step in steps]) for steps in (a, b))
-        if not len(ours) or not len(theirs):
-            return float(len(ours) != len(theirs)), None
-        test = ks_2samp(ours, theirs, method="asymp")
-        return float(test.statistic), float(test.pvalue)
-
-    return measure
+def _two_sample(values: Callable[[_Replayed], Floats], a: Steps, b: Steps) -> tuple[float, float | None]:
+    ours, theirs = (np.concatenate([values(step) for step in steps]) for steps in (a, b))
+    if not len(ours) or not len(theirs):
+        return float(len(ours) != len(theirs)), None
+    test = ks_2samp(ours, theirs, method="asymp")
+    return float(test.statistic), float(test.pvalue)
 
 
-def _divergence(n: int) -> Measure:
-    def measure(a: Steps, b: Steps) -> tuple[float, float | None]:
-        ours, theirs = (sum((step.grams(n) for step in steps), Counter()) for steps in (a, b))
-        keys = [*(ours | theirs)]
-        p, q = (np.array([grams[key] for key in keys]) / grams.total() for grams in (ours, theirs))
-        middle = (p + q) / 2
-        return sum(float((x[x > 0] * np.log2(x[x > 0] / middle[x > 0])).sum()) / 2 for x in (p, q)), None
+def _divergence(n: int, a: Steps, b: Steps) -> tuple[float, float | None]:
+    def grams(steps: Steps) -> Counter[tuple[object, ...]]:
+        lanes = (lane for step in steps for lane in step.words)
+        return Counter(gram for lane in lanes for gram in zip(*(lane[i:] for i in range(n)), strict=False))
 
-    return measure
+    ours, theirs = grams(a), grams(b)
+    p, q = (np.array([of[key] for key in ours | theirs]) / of.total() for of in (ours, theirs))
+    return float(jensenshannon(p, q, base=2) ** 2), None
 
 
 def _makespan(a: Steps, b: Steps) -> tuple[float, float | None]:
@@ -156,16 +138,14 @@ def _makespan(a: Steps, b: Steps) -> tuple[float, float | None]:
 
 
 def _breakdown(a: Steps, b: Steps) -> tuple[float, float | None]:
-    def mean(steps: Steps) -> Mapping[tuple[int, str], float]:
-        total: Counter[tuple[int, str]] = Counter()
-        for step in steps:
-            for key, share in step.shares().items():
-                total[key] += share / len(steps)  # type: ignore[assignment]
-        return total
+    def mean(steps: Steps) -> pl.DataFrame:
+        shares = pl.concat(
+            [breakdown(step.result).select("rank", "part", pl.col("share").fill_null(0)) for step in steps]
+        )
+        return shares.group_by("rank", "part").agg(share=pl.col("share").sum() / len(steps))
 
-    ours, theirs = mean(a), mean(b)
-    keys = {*ours, *theirs}
-    return sum(abs(ours.get(k, 0) - theirs.get(k, 0)) for k in keys) / 2 / len({rank for rank, _ in keys}), None
+    both = mean(a).join(mean(b), on=["rank", "part"], how="full", coalesce=True).fill_null(0.0)
+    return float((both["share"] - both["share_right"]).abs().sum()) / 2 / both["rank"].n_unique(), None
 
 
 def _nearest(step: _Replayed, others: Steps) -> float:
@@ -175,6 +155,5 @@ def _nearest(step: _Replayed, others: Steps) -> float:
 
 def _apart(a: pl.DataFrame, b: pl.DataFrame) -> float:
     both = a.join(b, on=["rank", "kind", "name", "nth"])
-    if both.is_empty():
-        return float("inf")
-    return float((both["log_ns"] - both["log_ns_right"]).abs().mean())  # type: ignore[arg-type]
+    mean = (both["log_ns"] - both["log_ns_right"]).abs().mean()
+    return float("inf") if mean is None else float(mean)  # type: ignore[arg-type]

@@ -1,65 +1,74 @@
-"""Sequences of tokens by the few before them: n-grams with back-off."""
+"""Words by the few before them: n-grams with back-off."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-START, END = "<start>", "<end>"
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+START = (-1, 0)
+Token = tuple[int, int]
+"""A word, and how often it stood before; 0 always where that is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class NGrams:
-    """How often each token followed each context of up to `order` tokens.
+    """How often each word followed each context of `shortest` to `order` tokens.
 
-    Probabilities interpolate all lengths of context (Witten and Bell, 1991), the shortest with a uniform one over the
-    tokens seen and one for all others. Draws take the longest context that was seen, so that they hold what was seen.
+    Words are numbers from 0 to `words` - 1; number `words` ends a sentence. Contexts of words alone, of all lengths,
+    are the Markov chain of that order. A context that counts how often its words stood before knows where in a program
+    it is. Only words that every sentence has equally often are counted, for one more or less of the others shifts what
+    follows; and one word alone is no such context, where two lanes may take turns.
     """
 
+    counted: frozenset[int]
+    shortest: int
     order: int
-    counts: Mapping[tuple[Hashable, ...], Counter[Hashable]]
+    counts: Mapping[tuple[Token, ...], tuple[Ints, Ints]]
 
     @classmethod
-    def fit(cls, sequences: Iterable[Sequence[Hashable]], order: int = 3) -> NGrams:
-        """Count; each sequence begins with `START` and ends with `END`."""
-        counts: dict[tuple[Hashable, ...], Counter[Hashable]] = {}
-        for sequence in sequences:
-            whole = [START, *sequence, END]
-            for at in range(1, len(whole)):
-                for length in range(min(order, at) + 1):
-                    counts.setdefault(tuple(whole[at - length : at]), Counter())[whole[at]] += 1
-        return cls(order, counts)
+    def fit(cls, sentences: Sequence[Sequence[int]], words: int, *, counting: bool, order: int = 3) -> NGrams:
+        """Count what follows what."""
+        shortest = 2 if counting else 0
+        often = {frozenset(Counter(sentence).items()) for sentence in sentences} if counting else set()
+        counted = frozenset(word for word, _ in frozenset.intersection(*often)) if often else frozenset()
+        seen: dict[tuple[Token, ...], dict[int, int]] = {}
+        for sentence in sentences:
+            nth = zip(sentence, times(sentence), strict=True)
+            tokens = [START, *((word, n if word in counted else 0) for word, n in nth)]
+            for at, word in enumerate([*sentence, words], start=1):
+                for length in range(shortest, min(order, at) + 1):
+                    after = seen.setdefault(tuple(tokens[at - length : at]), {})
+                    after[word] = after.get(word, 0) + 1
+        counts = {context: (np.array([*after]), np.array([*after.values()])) for context, after in seen.items()}
+        return cls(counted, shortest, order, counts)
 
-    def after(self, before: Sequence[Hashable]) -> list[Counter[Hashable]]:
-        """What was seen after the last tokens of a sequence, by length of context from 0 on, as far as one was seen."""
-        last = [START, *before][-self.order :] if len(before) < self.order else before[len(before) - self.order :]
-        contexts = (tuple(last[len(last) - length :]) for length in range(len(last) + 1))
-        return [*takewhile(Counter.total, (self.counts.get(context, Counter()) for context in contexts))]
+    def token(self, word: int, nth: int) -> Token:
+        """What stands for a word in a context."""
+        return word, nth if word in self.counted else 0
 
-    def probability(self, before: Sequence[Hashable], token: Hashable) -> float:
-        """Chance of `token` after `before`."""
-        chance = 1 / (len(self.counts[()]) + 1)
-        for seen in self.after(before):
-            chance = (seen[token] + len(seen) * chance) / (seen.total() + len(seen))
-        return chance
+    def smooth(self, chances: Floats, tokens: Sequence[Token]) -> None:
+        """Interpolate chances (words + 1,) with what came after the last `tokens` (Witten and Bell, 1991), in place."""
+        for length in range(self.shortest, min(self.order, len(tokens)) + 1):
+            if (found := self.counts.get(tuple(tokens[len(tokens) - length :]))) is None:
+                break
+            after, count = found
+            chances *= len(after)
+            chances[after] += count
+            chances /= count.sum() + len(after)
 
-    def chances(self, sequence: Sequence[Hashable]) -> NDArray[np.float64]:
-        """Chances (n + 1,) of every token of a sequence and its end."""
-        whole = [*sequence, END]
-        return np.array([self.probability(whole[:at], token) for at, token in enumerate(whole)])
 
-    def draw(
-        self, before: Sequence[Hashable], rng: np.random.Generator, allowed: Callable[[Hashable], bool] = lambda _: True
-    ) -> Hashable | None:
-        """A token after `before`, by the longest context after which an allowed one was seen; None if there is none."""
-        for seen in reversed(self.after(before)):
-            fit = [(token, count) for token, count in seen.items() if allowed(token)]
-            if fit:
-                chances = np.array([count for _, count in fit], float)
-                return fit[int(rng.choice(len(fit), p=chances / chances.sum()))][0]
-        return None
+def times(sentence: Iterable[int]) -> list[int]:
+    """How often each word of a sentence stood before."""
+    before: Counter[int] = Counter()
+    nth = []
+    for word in sentence:
+        nth.append(before[word])
+        before[word] += 1
+    return nth

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import expit, softmax
+
+from lumos_nb.exchange.chakra.ngrams import times
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Tensors = tuple[Any, Any, Any]
 
 COUNTS = 64
 """How often a word stood before is told apart up to this."""
@@ -19,7 +22,7 @@ HIDDEN, EMBEDDED = 64, 24
 CHUNK = 128
 """Words through which a gradient goes back."""
 UNKNOWN_ROLE = 0.1
-"""Share of the sentences in a batch whose role is not told, so that the net can do without."""
+"""Share of the sentences of an epoch whose role is not told, so that the net can do without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,98 +34,58 @@ class SequenceNet:
 
     Attributes
     ----------
-    words
-        How many words there are.
     weights
         Parameters by name.
     losses_bits
         Mean bits a word of the training sentences, an epoch each.
     """
 
-    words: int
-    weights: dict[str, Any]
+    weights: Mapping[str, Floats]
     losses_bits: tuple[float, ...]
 
     @property
     def parameters(self) -> int:
         """How many numbers were fitted."""
-        return sum(int(weight.numel()) for weight in self.weights.values())
+        return sum(weight.size for weight in self.weights.values())
 
     @classmethod
     def fit(
-        cls,
-        sentences: Sequence[Ints],
-        roles: Sequence[int],
-        weights: Sequence[int],
-        words: int,
-        *,
-        seed: int,
-        epochs: int,
+        cls, sentences: Mapping[tuple[int, tuple[int, ...]], int], words: int, *, seed: int, epochs: int
     ) -> SequenceNet:
-        """Fit by maximum likelihood (Adam, one cycle); `weights` say how often each sentence occurred."""
+        """Fit by maximum likelihood (Adam, one cycle) to sentences by role, given with how often each occurred."""
         import torch
 
+        said, roles = [sentence for _, sentence in sentences], [role + 1 for role, _ in sentences]
+        share = torch.tensor([*sentences.values()]) ** 0.5
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # its products are too small to share
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            net = _net(words, max(roles) + 2)
-            batch = _batch(sentences, roles, words)
-            share = torch.tensor(np.asarray(weights) ** 0.5, dtype=torch.float32)
-            chunks = range(0, batch[0].shape[1] - 1, CHUNK)
-            steps = epochs * len(chunks)
+            net = _net(words, max(roles) + 1)
+            batch = _batch(said, words)
             optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
-            losses = [_epoch(net, optimizer, schedule, batch, share, chunks) for _ in range(epochs)]
-        state = {name: value.detach().clone() for name, value in net.state_dict().items()}
-        return cls(words, state, tuple(losses))
+            turns = epochs * len(range(0, batch[0].shape[1], CHUNK))
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=turns)
+            losses = [_epoch(net, optimizer, schedule, batch, torch.tensor(roles), share) for _ in range(epochs)]
+        torch.set_num_threads(threads)
+        return cls({name: value.double().numpy() for name, value in net.state_dict().items()}, tuple(losses))
 
-    def _loaded(self) -> Any:
-        net = _net(self.words, self.weights["role.weight"].shape[0])
-        net.load_state_dict(self.weights)
-        return net.eval()
+    def begin(self) -> Floats:
+        """The hidden state before the first word."""
+        return np.zeros(HIDDEN)
 
-    def chances(self, sentence: Ints, role: int) -> Floats:
-        """Chances (n + 1,) of every word and the end, role -1: not told; meaningless for a word below 0 (unknown)."""
-        import torch
+    def read(self, state: Floats, role: int, word: int, nth: int) -> tuple[Floats, Floats]:
+        """Chances (words + 1,) of what comes behind the `nth` `word` (-1: the start), and the hidden state there.
 
-        known = np.where(sentence < 0, self.words, sentence)
-        before, counts, after, at = _batch([known], [role], self.words)
-        with torch.no_grad():
-            logits, _ = _forward(self._loaded(), before, counts, at, None)
-        chances: Floats = torch.softmax(logits[0], -1).gather(1, after[0][:, None])[:, 0].numpy().astype(np.float64)
-        return chances
-
-    def speaker(self, role: int) -> Speaker:
-        """What tells, word by word, how likely each is next."""
-        import torch
-
-        net = self._loaded()
-        return Speaker(net, np.zeros(self.words + 2, np.int64), torch.tensor([role + 1]), [None, self.words + 1])
-
-
-@dataclass(frozen=True, slots=True)
-class Speaker:
-    """A net in the middle of a sentence."""
-
-    net: Any
-    counts: Ints
-    role: Any
-    state: list[Any]  # hidden state, last word
-
-    def chances(self) -> Floats:
-        """Chances (words + 1,) of what comes next, the end last."""
-        import torch
-
-        last = self.state[1]
-        with torch.no_grad():
-            word, count = torch.tensor([[last]]), torch.tensor([[min(int(self.counts[last]), COUNTS - 1)]])
-            logits, self.state[0] = _forward(self.net, word, count, self.role, self.state[0])
-            chances: Floats = torch.softmax(logits[0, 0], -1).numpy().astype(np.float64)
-        return chances
-
-    def say(self, word: int) -> None:
-        """What came next; to be told after each call of `chances`."""
-        self.counts[word] += 1
-        self.state[1] = word
+        Role -1 is not to be told it.
+        """
+        w = self.weights
+        given = w["word.weight"][word] + w["count.weight"][min(nth, COUNTS - 1)] + w["role.weight"][role + 1]
+        new = w["memory.weight_ih_l0"] @ given + w["memory.bias_ih_l0"]
+        old = w["memory.weight_hh_l0"] @ state + w["memory.bias_hh_l0"]
+        reset, update = expit(new[: 2 * HIDDEN] + old[: 2 * HIDDEN]).reshape(2, HIDDEN)
+        state = update * state + (1 - update) * np.tanh(new[2 * HIDDEN :] + reset * old[2 * HIDDEN :])
+        return softmax(w["out.weight"] @ state + w["out.bias"]), state
 
 
 def _net(words: int, roles: int) -> Any:
@@ -130,7 +93,7 @@ def _net(words: int, roles: int) -> Any:
 
     return nn.ModuleDict(
         {
-            "word": nn.Embedding(words + 2, EMBEDDED),
+            "word": nn.Embedding(words + 1, EMBEDDED),  # the last is the start
             "count": nn.Embedding(COUNTS, EMBEDDED),
             "role": nn.Embedding(roles, EMBEDDED),
             "memory": nn.GRU(EMBEDDED, HIDDEN, batch_first=True),
@@ -139,46 +102,35 @@ def _net(words: int, roles: int) -> Any:
     )
 
 
-def _batch(sentences: Sequence[Ints], roles: Sequence[int], words: int) -> tuple[Any, Any, Any, Any]:
-    """Word before, how often it stood, word after (-100 behind the end), role; shapes (b, t), (b, t), (b, t), (b,)."""
+def _batch(sentences: Sequence[Sequence[int]], words: int) -> Tensors:
+    """Word before, how often it stood, word after (-100 behind the end), each (sentences, longest + 1)."""
     import torch
 
-    longest = max(len(s) for s in sentences) + 1
-    before = np.full((len(sentences), longest), words + 1)
-    counts, after = np.zeros_like(before), np.full_like(before, -100)
+    longest = max(map(len, sentences)) + 1
+    before, nth, after = (np.full((len(sentences), longest), fill) for fill in (words, 0, -100))
     for i, sentence in enumerate(sentences):
         n = len(sentence)
         before[i, 1 : n + 1], after[i, :n], after[i, n] = sentence, sentence, words
-        order = np.argsort(sentence, kind="stable")
-        first = np.searchsorted(sentence[order], sentence[order])
-        counts[i, order + 1] = np.minimum(np.arange(n) - first + 1, COUNTS - 1)
-    at = torch.tensor([role + 1 for role in roles])
-    return torch.from_numpy(before), torch.from_numpy(counts), torch.from_numpy(after), at
+        nth[i, 1 : n + 1] = np.minimum(times(sentence), COUNTS - 1)
+    return torch.from_numpy(before), torch.from_numpy(nth), torch.from_numpy(after)
 
 
-def _forward(net: Any, before: Any, counts: Any, roles: Any, state: Any) -> tuple[Any, Any]:
-    given = net["word"](before) + net["count"](counts) + net["role"](roles)[:, None]
-    hidden, state = net["memory"](given, state)
-    return net["out"](hidden), state
-
-
-def _epoch(net: Any, optimizer: Any, schedule: Any, batch: tuple[Any, ...], share: Any, chunks: range) -> float:
+def _epoch(net: Any, optimizer: Any, schedule: Any, batch: Tensors, roles: Any, share: Any) -> float:
     import torch
 
-    before, counts, after, roles = batch
     told = torch.where(torch.rand(roles.shape) < UNKNOWN_ROLE, 0, roles)
     state, bits, total = None, 0.0, 0.0
-    for at in chunks:
-        here = slice(at, at + CHUNK)
-        logits, state = _forward(net, before[:, here], counts[:, here], told, state)
+    for before, nth, after in zip(*(part.split(CHUNK, dim=1) for part in batch), strict=True):
+        given = net["word"](before) + net["count"](nth) + net["role"](told)[:, None]
+        hidden, state = net["memory"](given, state)
         state = state.detach()
-        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), after[:, here], reduction="none")
-        weight = share[:, None] * (after[:, here] >= 0)
+        weight = share[:, None] * (after >= 0)
+        logits = net["out"](hidden).transpose(1, 2)
+        loss = (torch.nn.functional.cross_entropy(logits, after, reduction="none") * weight).sum()
         optimizer.zero_grad()
-        ((loss * weight).sum() / weight.sum().clamp(min=1)).backward()
+        (loss / weight.sum().clamp(min=1)).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        bits += float((loss * weight).sum().detach()) / math.log(2)
-        total += float(weight.sum())
+        bits, total = bits + float(loss.detach()) / math.log(2), total + float(weight.sum())
     return bits / total

@@ -2,87 +2,87 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from lumos_nb.costs.collective_plans import BUS_FACTOR
 from lumos_nb.errors import GraphError, InputError
-from lumos_nb.exchange.chakra.ngrams import END, NGrams
+from lumos_nb.exchange.chakra.ngrams import NGrams, times
+from lumos_nb.exchange.chakra.speaking import Speaker
 from lumos_nb.exchange.chakra.words import MESSAGE, Meeting, Step
 
 TRIES = 20
 """How often a skeleton or a sentence that comes to no end is drawn anew."""
-
-Turn = tuple[Meeting, int]
-"""A meeting, its size as a power of two, and how manieth of its like it is."""
+SURE = 100
+"""How often each skeleton seen is counted: nothing else follows than what did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What is known of one run of the corpus."""
 
-    ranks: tuple[int, ...]  # as they were numbered; here they count from 0
-    roles: Mapping[int, int]  # rank -> role: ranks of one role take part in the same kinds of meetings, in one order
-    skeleton: NGrams  # of turns
-    sizes: Mapping[Turn, list[int]]
+    run: str
+    roles: tuple[int, ...]  # of each rank: ranks of one role take part in the same kinds of meetings, in one order
+    meetings: tuple[Meeting, ...]  # the vocabulary of its skeletons, sizes rounded down to powers of two
+    orders: tuple[NGrams, ...]  # of these
+    sizes: Mapping[tuple[int, int], list[int]]  # meeting, how often it was before -> sizes seen
     growing: frozenset[tuple[int, ...]]  # groups to which more ranks may come
     longest: int  # words of its longest sentence
     steps: int
 
-    def role(self, rank: int) -> int:
-        """The role of a rank by its number in the run."""
-        return self.roles[self.ranks.index(rank)]
+    @classmethod
+    def of(cls, run: str, steps: Sequence[Step], roles: Sequence[int]) -> Layout:
+        """Learn the layout of a run."""
+        number: dict[Meeting, int] = {}
+        orders, sizes = [], dict[tuple[int, int], list[int]]()
+        for step in steps:
+            rounded = [m._replace(size_bytes=1 << max(m.size_bytes, 1).bit_length() - 1) for m in step.meetings]
+            orders.append([number.setdefault(meeting, len(number)) for meeting in rounded])
+            for at, nth, meeting in zip(orders[-1], times(orders[-1]), step.meetings, strict=True):
+                sizes.setdefault((at, nth), []).append(meeting.size_bytes)
+        ngrams = tuple(NGrams.fit(orders * SURE, len(number), counting=counting) for counting in (False, True))
+        longest = max(len(sentence.words) for step in steps for sentence in step.sentences)
+        return cls(run, tuple(roles), tuple(number), ngrams, sizes, _growing(steps, roles), longest, len(steps))
 
-    def draw(self, run: str, rng: np.random.Generator) -> list[Meeting]:
+    def draw(self, rng: np.random.Generator) -> list[Meeting]:
         """Meetings of a step; ranks of one role have the same kinds in the same order."""
         for _ in range(TRIES):
-            turns: list[Any] = []
-            while (turn := self.skeleton.draw(turns, rng)) not in (END, None):
-                turns.append(turn)
-            kinds: dict[int, set[tuple[str, ...]]] = {}
-            for rank, role in self.roles.items():
-                kinds.setdefault(role, set()).add(kinds_of([m for m, _ in turns], rank))
-            if all(len(alike) == 1 for alike in kinds.values()):
-                return [m._replace(size_bytes=int(rng.choice(self.sizes[m, nth]))) for m, nth in turns]
-        raise GraphError(f"no skeleton of {run!r} whose ranks agree in {TRIES} draws; fit with more of its steps.")
+            speaker, turns = Speaker(len(self.meetings), -1, self.orders, None), list[tuple[int, int]]()
+            while (at := speaker.draw(rng)) is not None and at < len(self.meetings):
+                turns.append((at, speaker.say(at)))
+            kinds = {(role, kinds_of([self.meetings[at] for at, _ in turns], i)) for i, role in enumerate(self.roles)}
+            if len(kinds) == len(set(self.roles)) and all(turn in self.sizes for turn in turns):
+                return [self.meetings[turn[0]]._replace(size_bytes=int(rng.choice(self.sizes[turn]))) for turn in turns]
+        raise GraphError(f"no skeleton of {self.run!r} whose ranks agree in {TRIES} draws; fit with more of its steps.")
 
-    def copies(self, ranks: int | None, run: str) -> int:
+    def copies(self, ranks: int | None) -> int:
         """How many copies of the run's ranks make so many."""
         base = len(self.roles)
         if ranks is None or ranks == base:
             return 1
         if ranks < 1 or ranks % base:
-            raise InputError(f"ranks={ranks}: {run!r} has {base}; give a multiple of it.")
+            raise InputError(f"ranks={ranks}: {self.run!r} has {base}; give a multiple of it.")
         if not self.growing:
             raise GraphError(
-                f"ranks={ranks}: {run!r} has no group that only serves the backward pass or the optimizer, so copies "
-                "of its ranks would have nothing in common; take a run with data parallelism."
+                f"ranks={ranks}: {self.run!r} has no group that only serves the backward pass or the optimizer, so "
+                "copies of its ranks would have nothing in common; take a run with data parallelism."
             )
         return ranks // base
 
     def grown(
         self, meetings: Sequence[Meeting], copies: int, message_size: float
-    ) -> tuple[list[tuple[Meeting, int]], dict[tuple[int, int], int]]:
-        """Meetings of all copies, each with the one that it is of; and (meeting, copy) -> its place."""
-        base = len(self.roles)
-        grown: list[tuple[Meeting, int]] = []
+    ) -> tuple[list[Meeting], dict[tuple[int, int], int]]:
+        """Meetings of all copies; and (meeting, copy) -> its place among them."""
+        grown: list[Meeting] = []
         place: dict[tuple[int, int], int] = {}
-        for i, meeting in enumerate(meetings):
-            size = max(1, round(meeting.size_bytes * message_size))
-            if meeting.collective != MESSAGE and meeting.ranks in self.growing:
-                ranks = tuple(rank + base * copy for copy in range(copies) for rank in meeting.ranks)
-                place |= {(i, copy): len(grown) for copy in range(copies)}
-                grown.append((Meeting(meeting.collective, ranks, size), i))
-                continue
-            for copy in range(copies):
-                place[i, copy] = len(grown)
-                grown.append(
-                    (Meeting(meeting.collective, tuple(rank + base * copy for rank in meeting.ranks), size), i)
-                )
+        for i, (collective, ranks, size_bytes) in enumerate(meetings):
+            size = max(1, round(size_bytes * message_size))
+            of_copy = [tuple(rank + len(self.roles) * copy for rank in ranks) for copy in range(copies)]
+            joined = collective != MESSAGE and ranks in self.growing
+            for copy, own in enumerate([tuple(sorted(sum(of_copy, ())))] if joined else of_copy):
+                place |= {(i, each): len(grown) for each in (range(copies) if joined else [copy])}
+                grown.append(Meeting(collective, own, size))
         return grown, place
 
 
@@ -91,57 +91,23 @@ def kinds_of(meetings: Sequence[Meeting], rank: int) -> tuple[str, ...]:
     return tuple(meeting.kind(rank) for meeting in meetings if rank in meeting.ranks)
 
 
-def _turns(meetings: Sequence[Meeting]) -> list[Turn]:
-    """Meetings by bucket of size, and how manieth each is of its like."""
-    times: Counter[Meeting] = Counter()
-    turns = []
-    for meeting in meetings:
-        bucket = meeting._replace(size_bytes=1 << max(meeting.size_bytes, 1).bit_length() - 1)
-        turns.append((bucket, times[bucket]))
-        times[bucket] += 1
-    return turns
+def roles_of(corpus: Mapping[str, Sequence[Step]]) -> dict[str, list[int]]:
+    """Roles of the ranks of each run, by their kinds of meetings; no two runs share one."""
+    number: dict[tuple[str, tuple[str, ...]], int] = {}
+    return {
+        run: [number.setdefault((run, kinds_of(steps[0].meetings, rank)), len(number)) for rank in range(len(ranks))]
+        for run, steps in corpus.items()
+        for ranks in [steps[0].ranks]
+    }
 
 
-def layouts_of(corpus: Mapping[str, Sequence[Step]]) -> dict[str, Layout]:
-    """The layout of every run, ranks counted from 0, roles over all runs."""
-    layouts: dict[str, Layout] = {}
-    first = 0
-    for run, steps in corpus.items():
-        ranks = sorted(steps[0].sentences)
-        kinds = {rank: kinds_of(steps[0].meetings, rank) for rank in ranks}
-        number = {kind: first + i for i, kind in enumerate(dict.fromkeys(kinds.values()))}
-        first += len(number)
-        place = {rank: i for i, rank in enumerate(ranks)}
-        renamed = [[m._replace(ranks=tuple(place[r] for r in m.ranks)) for m in step.meetings] for step in steps]
-        sizes: dict[Turn, list[int]] = {}
-        for meetings in renamed:
-            for turn, meeting in zip(_turns(meetings), meetings, strict=True):
-                sizes.setdefault(turn, []).append(meeting.size_bytes)
-        roles = {place[rank]: number[kinds[rank]] for rank in ranks}
-        skeleton = NGrams.fit(_turns(meetings) for meetings in renamed)
-        longest = max(len(sentence.words) for step in steps for sentence in step.sentences.values())
-        layouts[run] = Layout(
-            tuple(ranks), roles, skeleton, sizes, _growing(steps, renamed, roles), longest, len(steps)
-        )
-    return layouts
-
-
-def _growing(
-    steps: Sequence[Step], renamed: Sequence[Sequence[Meeting]], roles: Mapping[int, int]
-) -> frozenset[tuple[int, ...]]:
+def _growing(steps: Sequence[Step], roles: Sequence[int]) -> frozenset[tuple[int, ...]]:
     """Groups of one role whose collectives are all of the backward pass or the optimizer."""
     phases: dict[tuple[int, ...], set[str]] = {}
-    for step, meetings in zip(steps, renamed, strict=True):
-        for sentence in step.sentences.values():
-            for word, meeting in zip(sentence.words, sentence.meeting, strict=True):
-                if meeting >= 0 and meetings[meeting].collective != MESSAGE:
-                    phases.setdefault(meetings[meeting].ranks, set()).add(word.phase)
+    for step in steps:
+        for sentence in step.sentences:
+            for word, at in zip(sentence.words, sentence.meeting, strict=True):
+                if at >= 0 and step.meetings[at].collective != MESSAGE:
+                    phases.setdefault(step.meetings[at].ranks, set()).add(word.phase)
     alike = {ranks for ranks in phases if len({roles[rank] for rank in ranks}) == 1}
     return frozenset(ranks for ranks in alike if phases[ranks] <= {"backward", "optimizer"})
-
-
-def longer(was: Meeting, now: Meeting) -> float:
-    """How many times as long a transfer takes, by its bytes on the wire."""
-    factor = BUS_FACTOR.get(was.collective, np.ones_like)
-    before, after = (float(factor(np.array(float(len(m.ranks))))) * m.size_bytes for m in (was, now))
-    return after / before if before else 1.0

@@ -1,178 +1,192 @@
-"""What words take and hang on, drawn as it was seen: durations, sizes and edges, conditional on the word."""
+"""What words take and hang on, drawn as it was seen at their place: durations, work and edges."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+from numpy.random import Generator
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 from scipy.special import ndtr, ndtri
 
-from lumos_nb.exchange.chakra.words import Link, Sentence
+from lumos_nb.costs.collective_plans import BUS_FACTOR
+from lumos_nb.exchange.chakra.ngrams import times
+from lumos_nb.exchange.chakra.speaking import Said
+from lumos_nb.exchange.chakra.words import Meeting, Seen, Sentence, Word
 
 Floats = NDArray[np.float64]
 
-KNOTS = 65
-"""Quantiles that are kept of each distribution: the extremes, and every 64th part between."""
-SEEN = {
-    "run": pl.String(),
-    "step": pl.Int64(),
-    "rank": pl.Int32(),
-    "word": pl.Int64(),
-    "nth": pl.Int64(),  # of the same words in its sentence
-    "size_bytes": pl.Int64(),  # of the message, 0 where there is none
-    "dur_ns": pl.Int64(),
-}
-"""Columns of what durations are fitted to, a row a word."""
+APART = 2.0
+"""Sizes must differ by this factor at least, to tell latency from bandwidth."""
+
+
+class Told(NamedTuple):
+    """A sentence of the corpus: where it is from, its words by number, its ops and its step's meetings."""
+
+    run: str
+    step: int
+    rank: int
+    words: list[int]
+    sentence: Sentence
+    meetings: Sequence[Meeting]
+
+
+class Spot(NamedTuple):
+    """A word of a generated sentence, with its meeting."""
+
+    said: Said
+    word: Word
+    meeting: Meeting | None
+
+
+class Line(NamedTuple):
+    """The time of a collective: `hop_ns` for each rank but the first, and `byte_ns` for each byte on the wire."""
+
+    hop_ns: float
+    byte_ns: float
+
+    def time_ns(self, meeting: Meeting) -> float:
+        """What it says of a meeting."""
+        hops, wire = _hops_and_wire(meeting)
+        return self.hop_ns * hops + self.byte_ns * wire
+
+    @classmethod
+    def fit(cls, seen: Mapping[Meeting, list[float]]) -> Line:
+        """Least squares of relative errors of medians; all is bandwidth where sizes do not tell."""
+        median = {meeting: float(np.median(dur_ns)) for meeting, dur_ns in seen.items()}
+        rows = np.array([[*_hops_and_wire(m), ns] for m, ns in median.items() if ns > 0]).reshape(-1, 3)
+        if not len(rows):
+            return cls(0.0, 1.0)
+        told = rows[:, 1].max() >= APART * rows[:, 1].min()
+        fitted = rows[:, :2] / rows[:, 2:] * (1 if told else [0, 1])
+        return cls(*nnls(fitted, np.ones(len(rows)))[0].tolist())
+
+
+def _hops_and_wire(meeting: Meeting) -> tuple[float, float]:
+    """Ranks but the first, and bytes on the wire of each (nccl-tests)."""
+    ranks = len(meeting.ranks)
+    factor = BUS_FACTOR.get(meeting.collective, np.ones_like)
+    return ranks - 1.0, float(factor(np.array(float(ranks)))) * meeting.size_bytes
+
+
+class Pool(NamedTuple):
+    """What was seen at one place in several steps: durations in order, and the ops as they were."""
+
+    dur_ns: Floats
+    seen: list[Seen]
 
 
 @dataclass(frozen=True, slots=True)
-class Durations:
-    """Durations by run, word and message size, with what they have in common on a rank and between ranks.
+class Places:
+    """What was seen at each place of each rank's sentence: the first linear layer of a step, the second, ...
 
-    A duration is a quantile of its own distribution; the normal score of that quantile is the sum of what is usual at
-    its place (the first linear layer of a step, the second), a part that a rank's whole step shares, one that equal
-    places of all ranks share in that step, and its own (a Gaussian copula). Quantiles are Hazen's, linear in time
-    between observed ones, which keeps the mean: what a step takes is a sum.
+    A duration is a quantile of those of its place, and the normal score of that quantile is the sum of a part that a
+    rank's whole step shares and its own (a Gaussian copula). Quantiles are Hazen's, linear in time between observed
+    ones, which keeps the mean: what a step takes is a sum. Transfers are drawn in units of what `lines` say of their
+    meeting, so they follow sizes and ranks that were not seen.
 
     Attributes
     ----------
-    knots
-        Run ("" for all), word, size (-1 for all) -> quantiles in ns.
-    usual
-        Run, word, how manieth of its like -> mean score, drawn towards 0 the more, the more scores of one place differ
-        (empirical Bayes).
-    spread
-        Run, word -> variance of the rest, so that all scores of a word together have variance 1.
-    of_rank, of_place
-        Shares of the rest that words of one rank's step have in common, and equal places of several ranks.
+    pools
+        (run, rank, word, how often it stood before), and where there is no such place (run, word) or (word,).
+    lines
+        (run, collective) -> latency and bandwidth.
+    of_rank
+        Share of the scores' variance that words of one rank's step have in common.
     """
 
-    knots: Mapping[tuple[str, int, int], Floats]
-    usual: Mapping[tuple[str, int, int], float]
-    spread: Mapping[tuple[str, int], float]
+    pools: Mapping[tuple[object, ...], Pool]
+    lines: Mapping[tuple[str, str], Line]
     of_rank: float
-    of_place: float
 
     @classmethod
-    def fit(cls, seen: pl.DataFrame) -> Durations:
-        """Fit to a table of `SEEN`."""
-        knots: dict[tuple[str, int, int], Floats] = {}
-        at = np.linspace(0, 1, KNOTS)
-        for run, size in ((pl.col("run"), pl.col("size_bytes")), (pl.col("run"), pl.lit(-1)), (pl.lit(""), pl.lit(-1))):
-            for *key, durations in seen.group_by(run, "word", size.alias("size")).agg("dur_ns").iter_rows():
-                knots[key[0], key[1], key[2]] = np.quantile(durations, at, method="hazen")
-        scores = _scores(seen)
-        places = ["run", "word", "nth"]
-        within = scores.select(pl.col("z").var().over(places)).to_series().mean()
-        alike = within / max(1 - within, 1e-3) if isinstance(within, float) else 1.0
-        usual = scores.group_by(places).agg(mean=pl.col("z").sum() / (pl.len() + alike))
-        rest = scores.join(usual, on=places).with_columns(z=pl.col("z") - pl.col("mean"))
-        spread = rest.group_by("run", "word").agg(left=(1 - (pl.col("mean") ** 2).mean()).clip(0))
-        by_place = {(of, word, nth): mean for of, word, nth, mean in usual.iter_rows()}
-        return cls(knots, by_place, {(of, word): left for of, word, left in spread.iter_rows()}, *_in_common(rest))
+    def fit(cls, corpus: Iterable[Told]) -> Places:
+        """Collect what was seen, a rank's sentence at a time."""
+        corpus = [*corpus]
+        lines = _lines(corpus)
+        pools: dict[tuple[object, ...], list[Seen]] = {}
+        rows = []
+        for run, step, rank, words, sentence, meetings in corpus:
+            for word, nth, seen, about, at in zip(
+                words, times(words), sentence.seen, sentence.words, sentence.meeting, strict=True
+            ):
+                unit_ns = _unit_ns(lines, run, about, meetings[at] if at >= 0 else None)
+                drawn = seen._replace(dur_ns=seen.dur_ns / unit_ns)
+                for key in _keys(run, rank, word, nth):
+                    pools.setdefault(key, []).append(drawn)
+                rows.append((run, step, rank, word, nth, drawn.dur_ns))
+        ordered = {key: Pool(np.sort([each.dur_ns for each in seen]), seen) for key, seen in pools.items()}
+        return cls(ordered, lines, _in_common(rows))
 
-    def draw(self, run: str, ranks: Sequence[tuple[list[int], list[int]]], rng: np.random.Generator) -> list[Floats]:
-        """Durations in ns of every rank's words, given with their message sizes (0 without)."""
-        places: dict[tuple[int, int], float] = {}
+    def draw(self, run: str, parts: Mapping[int, Sequence[Spot]], base: int, rng: Generator) -> dict[int, list[Seen]]:
+        """What the words of every rank take and hang on; the first `base` ranks were seen, others are copies."""
+        return {rank: self._rank(run, rank % base, part, rng) for rank, part in parts.items()}
+
+    def _rank(self, run: str, rank: int, part: Sequence[Spot], rng: Generator) -> list[Seen]:
+        own = (1 - self.of_rank) ** 0.5 * rng.standard_normal(len(part))
+        quantiles = ndtr(own + self.of_rank**0.5 * rng.standard_normal())
+        there: Counter[tuple[str, str]] = Counter()
         drawn = []
-        for words, sizes in ranks:
-            nth, score = Counter[int](), rng.standard_normal()
-            common, usual = np.empty((2, len(words)))
-            for i, word in enumerate(words):
-                place = (word, nth[word])
-                if place not in places:
-                    places[place] = float(rng.standard_normal())
-                common[i], usual[i] = places[place], self.usual.get((run, *place), 0.0)
-                nth[word] += 1
-            own = (1 - self.of_rank - self.of_place) ** 0.5 * rng.standard_normal(len(words))
-            rest = self.of_rank**0.5 * score + self.of_place**0.5 * common + own
-            z = usual + np.array([self.spread.get((run, word), 1.0) for word in words]) ** 0.5 * rest
-            quantile = ndtr(z) * (KNOTS - 1)
-            of_words = np.array([self._knots(run, *word) for word in zip(words, sizes, strict=True)])
-            low = np.minimum(quantile.astype(np.int64), KNOTS - 2)
-            at, share = np.arange(len(words)), quantile - low
-            drawn.append((1 - share) * of_words[at, low] + share * of_words[at, low + 1])
+        for (said, word, meeting), quantile, pick in zip(part, quantiles, rng.random(len(part)), strict=True):
+            pools = [self.pools[key] for key in _keys(run, rank, said.word, said.nth) if key in self.pools]
+            fitting = (found for pool in pools if (found := _possible(pool.seen, pick, there)))
+            seen = next(fitting, None) or pools[0].seen[0]._replace(links=())
+            dur_ns = _unit_ns(self.lines, run, word, meeting) * _hazen(pools[0].dur_ns, quantile)
+            drawn.append(seen._replace(dur_ns=dur_ns))
+            there[word.kind, word.lane] += 1
         return drawn
 
-    def _knots(self, run: str, word: int, size: int) -> Floats:
-        found = self.knots.get((run, word, size))
-        if found is None:
-            found = self.knots.get((run, word, -1))
-        return self.knots["", word, -1] if found is None else found
+
+def _keys(run: str, rank: int, word: int, nth: int) -> tuple[tuple[object, ...], ...]:
+    return (run, rank, word, nth), (run, word), (word,)
 
 
-def _scores(seen: pl.DataFrame) -> pl.DataFrame:
-    """`seen` with the normal score `z` of each duration among those of its word; without words that do not vary."""
-    of = ["run", "word", "size_bytes"]
-    rank = (pl.col("dur_ns").rank().over(of) - 0.5) / pl.len().over(of)
-    varied = (pl.len().over(of) > 4) & (pl.col("dur_ns").n_unique().over(of) > 1)
-    scored = seen.with_columns(quantile=rank).filter(varied)
-    return scored.with_columns(z=pl.Series(ndtri(scored["quantile"].to_numpy()), dtype=pl.Float64))
+def _unit_ns(lines: Mapping[tuple[str, str], Line], run: str, word: Word, meeting: Meeting | None) -> float:
+    """In which unit durations are drawn: what the run's line says of a transfer, a nanosecond of all else."""
+    if meeting is None or word.kind != "comm":
+        return 1.0
+    return lines.get((run, meeting.collective), Line(0.0, 1.0)).time_ns(meeting) or 1.0
 
 
-def _in_common(scores: pl.DataFrame) -> tuple[float, float]:
-    """Shares of the scores' variance that a rank's step has in common, and that a place has (moments)."""
-    if scores.is_empty():
-        return 0.0, 0.0
-    variance = float((scores["z"] ** 2).mean())  # type: ignore[arg-type]
-    steps = scores.group_by("run", "step", "rank").agg(mean=pl.col("z").mean(), n=pl.len())
-    of_rank = max(0.0, float(((steps["mean"] ** 2) - variance / steps["n"]).mean()))  # type: ignore[arg-type]
-    left = scores.with_columns(z=pl.col("z") - pl.col("z").mean().over("run", "step", "rank"))
-    places = left.group_by("run", "step", "word", "nth").agg(
-        total=pl.col("z").sum(), squares=(pl.col("z") ** 2).sum(), n=pl.len()
-    )
-    pairs = places.filter(pl.col("n") > 1).select(
-        product=(pl.col("total") ** 2 - pl.col("squares")).sum(), count=(pl.col("n") * (pl.col("n") - 1)).sum()
-    )
-    product, count = pairs.row(0)
-    of_rank = min(of_rank, variance)
-    of_place = min(max(0.0, product / count) if count else 0.0, variance - of_rank)
-    return of_rank / variance, of_place / variance
+def _possible(seen: Sequence[Seen], pick: float, there: Mapping[tuple[str, str], int]) -> Seen | None:
+    """One whose edges' sources are `there` (so many of kind and lane), from `pick` (0 to 1) on."""
+    first = int(pick * len(seen))
+    for at in range(first, first + len(seen)):
+        one = seen[at % len(seen)]
+        if all(link.source is None or there[link.source] >= link.back for link in one.links):
+            return one
+    return None
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
-    """Edges into words: which there were together, by the word and the one before it, and their lags."""
-
-    seen: Mapping[tuple[int, int], Counter[tuple[Link, ...]]]
-    lags_ns: Mapping[tuple[int, Link], list[int]]
-
-    @classmethod
-    def fit(cls, sentences: Iterable[tuple[list[int], Sentence]]) -> Links:
-        """Count; words by number beside their sentences. -1 stands for any word before."""
-        seen: dict[tuple[int, int], Counter[tuple[Link, ...]]] = {}
-        lags: dict[tuple[int, Link], list[int]] = {}
-        for words, sentence in sentences:
-            for before, word, links in zip([-1, *words], words, sentence.links, strict=False):
-                together = tuple(link for link, _ in links)
-                for context in {(before, word), (-1, word)}:
-                    seen.setdefault(context, Counter())[together] += 1
-                for link, lag_ns in links:
-                    lags.setdefault((word, link), []).append(lag_ns)
-        return cls(seen, {key: sorted(values) for key, values in lags.items()})
-
-    def draw(
-        self, before: int, word: int, there: Mapping[tuple[str, str], int], rng: np.random.Generator
-    ) -> list[tuple[Link, int]]:
-        """Edges into a word, with lags in ns, from among those whose sources are `there` (so many of kind and lane)."""
-        for context in ((before, word), (-1, word)):
-            fit = [
-                (links, n) for links, n in self.seen.get(context, {}).items() if all(_is_there(x, there) for x in links)
-            ]
-            if fit:
-                chances = np.array([n for _, n in fit], float)
-                links = fit[int(rng.choice(len(fit), p=chances / chances.sum()))][0]
-                return [(link, self._lag_ns(word, link, rng)) for link in links]
-        return []
-
-    def _lag_ns(self, word: int, link: Link, rng: np.random.Generator) -> int:
-        seen = self.lags_ns[word, link]
-        return int(np.expm1(np.interp(rng.random() * (len(seen) - 1), np.arange(len(seen)), np.log1p(seen))) + 0.5)
+def _hazen(ordered: Floats, quantile: float) -> float:
+    at = min(max(quantile * len(ordered) - 0.5, 0.0), len(ordered) - 1.0)
+    low = min(int(at), max(len(ordered) - 2, 0))
+    return float(ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]))
 
 
-def _is_there(link: Link, there: Mapping[tuple[str, str], int]) -> bool:
-    return link.source is None or there.get(link.source, 0) >= link.back
+def _lines(corpus: Iterable[Told]) -> dict[tuple[str, str], Line]:
+    seen: dict[tuple[str, str], dict[Meeting, list[float]]] = {}
+    for told in corpus:
+        for word, op, at in zip(told.sentence.words, told.sentence.seen, told.sentence.meeting, strict=True):
+            if word.kind == "comm" and at >= 0:
+                meeting = told.meetings[at]
+                seen.setdefault((told.run, meeting.collective), {}).setdefault(meeting, []).append(op.dur_ns)
+    return {key: Line.fit(of) for key, of in seen.items()}
+
+
+def _in_common(rows: Sequence[tuple[str, int, int, int, int, float]]) -> float:
+    """Share of the variance of scores that a rank's step has in common (moments)."""
+    table = pl.DataFrame(rows, schema=["run", "step", "rank", "word", "nth", "dur"], orient="row")
+    place = ["run", "rank", "word", "nth"]
+    varied = table.filter(pl.len().over(place) > 2, pl.col("dur").n_unique().over(place) > 1)
+    quantile = varied.select((pl.col("dur").rank().over(place) - 0.5) / pl.len().over(place)).to_series()
+    scores = varied.with_columns(z=pl.Series(ndtri(quantile.to_numpy()), dtype=pl.Float64))
+    steps = scores.group_by("run", "step", "rank").agg(pl.col("z").mean(), squares=(pl.col("z") ** 2).sum(), n=pl.len())
+    z, squares, n = (steps[column].to_numpy() for column in ("z", "squares", "n"))
+    variance = squares.sum() / max(n.sum(), 1)
+    return float(np.clip((z**2 - variance / n).mean() / variance, 0, 1)) if variance else 0.0

@@ -12,8 +12,7 @@ import polars as pl
 
 from lumos_nb._replay_plan import Plan
 from lumos_nb.errors import GraphError
-from lumos_nb.exchange.chakra.word_draws import Links
-from lumos_nb.exchange.chakra.words import MESSAGE, MESSAGES, Meeting, Word
+from lumos_nb.exchange.chakra.words import MESSAGE, MESSAGES, Meeting, Seen, Word
 from lumos_nb.graph import Graph
 from lumos_nb.schema import EDGES, OPS
 
@@ -21,14 +20,13 @@ STEP = 1
 """The step of a generated graph; what was going on before it is of the one before."""
 
 
-class Part(NamedTuple):
-    """One rank's words as they are to be: by number, with layer (-1: none), duration and meeting (-1: none)."""
+class Op(NamedTuple):
+    """A word as it is to be."""
 
-    words: list[int]
-    layers: list[int]
-    dur_ns: Sequence[float]
-    meetings: list[int]
-    work: list[tuple[float | None, float | None]]
+    word: Word
+    layer: int  # -1: none
+    meeting: int  # -1: none
+    seen: Seen
 
 
 @dataclass
@@ -37,8 +35,6 @@ class Build:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     edges: list[tuple[Any, ...]] = field(default_factory=list)
-    arrived: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # meeting, how manieth time -> rows
-    moved: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     unlinked: int = 0
 
     def add(self, **columns: Any) -> int:
@@ -47,13 +43,7 @@ class Build:
         return len(self.rows) - 1
 
 
-def assembled(
-    parts: Mapping[int, Part],
-    vocabulary: Sequence[Word],
-    meetings: Sequence[Meeting],
-    links: Links,
-    rng: np.random.Generator,
-) -> Graph:
+def assembled(ranks: Mapping[int, Sequence[Op]], meetings: Sequence[Meeting]) -> Graph:
     """The graph of every rank's words; each meeting's arrivals lead to a join, and that to all its transfers.
 
     Raises
@@ -63,72 +53,48 @@ def assembled(
     """
     build = Build()
     groups = {ranks: str(i) for i, ranks in enumerate(sorted({m.ranks for m in meetings if m.collective != MESSAGE}))}
-    for rank, part in parts.items():
-        _add_rank(build, rank, part, vocabulary, meetings, groups, links, rng)
-    for (meeting, nth), arrivals in sorted(build.arrived.items()):
-        join_ranks(build, meetings[meeting], groups, arrivals, build.moved.get((meeting, nth), []))
+    met: dict[tuple[int, int], tuple[list[int], list[int]]] = {}  # meeting, how manieth time -> arrivals, transfers
+    for rank, ops in ranks.items():
+        rows = _add_rank(build, rank, ops, meetings, groups)
+        times: Counter[tuple[int, bool]] = Counter()
+        for row, op in zip(rows, ops, strict=True):
+            if op.meeting >= 0:
+                moves = op.word.kind != "event"
+                met.setdefault((op.meeting, times[op.meeting, moves]), ([], []))[moves].append(row)
+                times[op.meeting, moves] += 1
+    for (meeting, _), (arrivals, transfers) in sorted(met.items()):
+        join_ranks(build, meetings[meeting], groups, arrivals, transfers)
     return finished(build)
 
 
 def _add_rank(
-    build: Build,
-    rank: int,
-    part: Part,
-    vocabulary: Sequence[Word],
-    meetings: Sequence[Meeting],
-    groups: Mapping[tuple[int, ...], str],
-    links: Links,
-    rng: np.random.Generator,
-) -> None:
+    build: Build, rank: int, ops: Sequence[Op], meetings: Sequence[Meeting], groups: Mapping[tuple[int, ...], str]
+) -> list[int]:
+    rows: list[int] = []
     last: dict[str, int] = {}
     of_kind: dict[tuple[str, str], list[int]] = {}
-    times: Counter[tuple[int, bool]] = Counter()
-    sequence: Counter[tuple[str, Any]] = Counter()
-    there = _Counts(of_kind)
-    for at, number in enumerate(part.words):
-        word, comm = vocabulary[number], {}
-        if part.meetings[at] >= 0:
-            meeting, moves = meetings[part.meetings[at]], word.kind != "event"
-            comm = communication(meeting, rank, groups)
-            key = (comm["collective"], comm["group"], comm["peer"], moves)
-            comm["comm_seq"] = sequence[str(key), moves]
-            sequence[str(key), moves] += 1
+    sequence: Counter[tuple[str, bool]] = Counter()
+    for word, layer, meeting, seen in ops:
+        comm = communication(meetings[meeting], rank, groups) if meeting >= 0 else {}
+        if comm:
+            pair = f"{comm['collective']} {comm['group']} {comm['peer']}", word.kind != "event"
+            comm["comm_seq"] = sequence[pair]
+            sequence[pair] += 1
+        lane = _lane(word, comm)
         row = build.add(
-            rank=rank, step=STEP - (word.kind == "boundary"), lane=_lane(word, comm), kind=word.kind, name=word.name,
-            device=0 if word.lane.startswith("stream") else None, dur_ns=round(part.dur_ns[at]), phase=word.phase,
-            layer=str(part.layers[at]) if part.layers[at] >= 0 else None,
-            flops=part.work[at][0], bytes=part.work[at][1],
-            **comm,
+            rank=rank, step=STEP - (word.kind == "boundary"), lane=lane, kind=word.kind, name=word.name,
+            device=0 if word.lane.startswith("stream") else None, dur_ns=round(seen.dur_ns), phase=word.phase,
+            layer=str(layer) if layer >= 0 else None, flops=seen.flops, bytes=seen.bytes, **comm,
         )  # fmt: skip
-        lane = build.rows[row]["lane"]
-        drawn = links.draw(part.words[at - 1] if at else -1, number, there, rng)
-        build.unlinked += not drawn and lane in last
-        for link, lag_ns in drawn:
+        build.unlinked += not seen.links and lane in last
+        for link in seen.links:
             src = last.get(lane) if link.source is None else of_kind[link.source][-link.back]
             if src is not None:
-                build.edges.append((src, row, lag_ns, link.from_start, link.rule, link.evidence, link.hard))
-        if part.meetings[at] >= 0:
-            key_of = (part.meetings[at], times[part.meetings[at], moves])
-            times[part.meetings[at], moves] += 1
-            (build.moved if moves else build.arrived).setdefault(key_of, []).append(row)
+                build.edges.append((src, row, link.lag_ns, link.from_start, link.rule, link.evidence, link.hard))
         last[lane] = row
         of_kind.setdefault((word.kind, word.lane), []).append(row)
-
-
-class _Counts(Mapping[tuple[str, str], int]):
-    """How many ops there are of a kind and lane."""
-
-    def __init__(self, rows: Mapping[tuple[str, str], list[int]]) -> None:
-        self._rows = rows
-
-    def __getitem__(self, key: tuple[str, str]) -> int:
-        return len(self._rows[key])
-
-    def __iter__(self) -> Any:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        rows.append(row)
+    return rows
 
 
 def communication(meeting: Meeting, rank: int, groups: Mapping[tuple[int, ...], str]) -> dict[str, Any]:
@@ -184,9 +150,7 @@ def finished(build: Build) -> Graph:
     place = np.empty(n, np.int64)
     place[plan.row] = np.arange(n)
     ordered = ops[plan.row].with_columns(op_id=pl.int_range(n, dtype=pl.Int64), start_ns=pl.Series(plan.starts()))
-    moved = edges.with_columns(src=pl.Series(place[edges["src"]]), dst=pl.Series(place[edges["dst"]])).sort(
-        "src", "dst"
-    )
+    moved = edges.with_columns(src=pl.Series(place[edges["src"]]), dst=pl.Series(place[edges["dst"]]))
     report = pl.DataFrame(
         {
             "what": ["ops without an edge from their lane"], "rank": [None], "count": [build.unlinked], "time_ns": [0],
@@ -194,4 +158,4 @@ def finished(build: Build) -> Graph:
         },
         schema={"what": pl.String, "rank": pl.Int32, "count": pl.Int64, "time_ns": pl.Int64, "detail": pl.String},
     )  # fmt: skip
-    return Graph(OPS.check(ordered.select([*OPS.columns])), EDGES.check(moved), STEP, report)
+    return Graph(OPS.check(ordered.select([*OPS.columns])), EDGES.check(moved.sort("src", "dst")), STEP, report)

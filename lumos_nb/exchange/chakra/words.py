@@ -6,6 +6,7 @@ a step reads the same however late the device, the network or the other ranks we
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ class Word(NamedTuple):
     kind: str
     name: str  # without the numbers that a recorder wrote behind it
     phase: str
-    shapes: str  # "" without, else a number for those seen with the name
+    shapes: str  # "" without, else a checksum
     meets: str  # the kind of meeting that it launches, arrives at or is the transfer of, else ""
     layer: str  # beside the last op of a layer on its rank: "same", "+1", "-1", else "=number"; "" outside
 
@@ -56,25 +57,36 @@ class Link(NamedTuple):
     hard: bool
     source: tuple[str, str] | None  # kind, lane; None: the one before on the lane
     back: int
+    lag_ns: int
+
+
+class Seen(NamedTuple):
+    """What a word took, its FLOPs and bytes, and the edges into it from ops of its own rank."""
+
+    dur_ns: float
+    flops: float | None
+    bytes: float | None
+    links: tuple[Link, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """One rank's ops of one step: each one's word, duration, FLOPs and bytes, edges into it, and meeting (-1: none)."""
+    """One rank's ops of one step: each one's word, what it took, and the meeting that it takes part in (-1: none)."""
 
-    rank: int
     words: list[Word]
-    dur_ns: list[int]
-    work: list[tuple[float | None, float | None]]
-    links: list[tuple[tuple[Link, int], ...]]
+    seen: list[Seen]
     meeting: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One graph read: a sentence a rank, and its meetings in an order that no dependency contradicts."""
+    """One graph read: a sentence a rank, and its meetings in an order that no dependency contradicts.
 
-    sentences: dict[int, Sentence]
+    Ranks count from 0 here; `ranks` are their numbers in the graph.
+    """
+
+    ranks: tuple[int, ...]
+    sentences: list[Sentence]
     meetings: list[Meeting]
 
     @classmethod
@@ -82,8 +94,7 @@ class Step:
         """Read a graph; joins and edges between ranks live on as meetings."""
         rows = _Rows(graph)
         meetings, number = rows.meetings()
-        sentences = {rank: rows.sentence(rank, meetings, number) for rank in rows.orders}
-        return cls(sentences, meetings)
+        return cls(rows.ranks, [rows.sentence(order, meetings, number) for order in rows.orders], meetings)
 
 
 class _Rows:
@@ -91,116 +102,100 @@ class _Rows:
 
     def __init__(self, graph: Graph) -> None:
         plan = Plan.of(graph)
-        name = pl.col("name").str.replace(r" \w+=.*$", "")
-        self.ops: dict[str, list[Any]] = graph.ops[plan.row].with_columns(name).to_dict(as_series=False)
+        self.ranks = tuple(sorted(graph.ops["rank"].unique()))
+        rank = pl.col("rank").replace_strict(self.ranks, range(len(self.ranks)), return_dtype=pl.Int64)
+        ops = graph.ops[plan.row].with_columns(pl.col("name").str.replace(r" \w+=.*$", ""), rank)
+        self.ops: dict[str, list[Any]] = ops.to_dict(as_series=False)
+        self.lanes = lane_roles(ops)
         self.into: list[list[tuple[int, tuple[Any, ...]]]] = [[] for _ in range(len(plan.row))]
         about = graph.edges.select("rule", "from_start", "evidence", "hard", "lag_ns")[plan.edge].rows()
         target = np.repeat(np.arange(len(plan.row)), np.diff(plan.ptr).astype(np.int64))
         for dst, src, edge in zip(target.tolist(), plan.src.tolist(), about, strict=True):
             self.into[dst].append((src, edge))
-        self.roles = _lane_roles(graph.ops)
         self.orders = self._program_orders()
 
     def meetings(self) -> tuple[list[Meeting], dict[int, int]]:
         """Meetings of two or more ranks by how many others must come before, and which one each op takes part in."""
         kind, rank = self.ops["kind"], self.ops["rank"]
-        depth, part_of = [0] * len(kind), dict[int, int]()
-        arrivals: dict[int, list[int]] = {}
+        depth, joined = [0] * len(kind), dict[int, int]()
         for at, edges in enumerate(self.into):
             depth[at] = max((depth[src] for src, _ in edges), default=0) + (kind[at] == "join")
-            if kind[at] == "join":
-                arrivals[at] = [src for src, _ in edges]
             for src, (rule, *_) in edges:
-                if src in arrivals and rule == "collective":
-                    part_of[at] = src
-        met = {join: rows for join, rows in arrivals.items() if len({rank[row] for row in rows}) > 1}
-        keyed = {join: self._meeting(rows) for join, rows in met.items()}
-        ordered = sorted(keyed, key=lambda join: (depth[join], keyed[join][:2], join))
+                if kind[src] == "join" and rule == "collective":
+                    joined[at] = src
+        arrivals = {at: [src for src, _ in edges] for at, edges in enumerate(self.into) if kind[at] == "join"}
+        met = {join: self._meeting(rows) for join, rows in arrivals.items() if len({rank[row] for row in rows}) > 1}
+        ordered = sorted(met, key=lambda join: (depth[join], met[join][:2], join))
         number = {join: i for i, join in enumerate(ordered)}
-        members = {at: number[join] for at, join in part_of.items() if join in number}
-        for join, rows in met.items():
-            for row in rows:
-                members[row] = number[join]
-                for src, (rule, *_) in self.into[row]:
-                    if rule in ("launch", "issue") and kind[src] == "launch":
-                        members.setdefault(src, number[join])
-        return [keyed[join] for join in ordered], members
+        members = {at: number[join] for at, join in joined.items() if join in number}
+        for join, i in number.items():
+            for row in arrivals[join]:
+                launches = [src for src, (rule, *_) in self.into[row] if rule in ("launch", "issue")]
+                members |= {row: i} | {src: i for src in launches if kind[src] == "launch" and src not in members}
+        return [met[join] for join in ordered], members
 
     def _meeting(self, rows: list[int]) -> Meeting:
         collective, size = self.ops["collective"][rows[0]], max(self.ops["comm_bytes"][row] or 0 for row in rows)
         if collective in MESSAGES:
-            sends = [row for row in rows if self.ops["collective"][row] == "send"] or rows
-            other = [row for row in rows if row != sends[0]]
-            return Meeting(MESSAGE, (self.ops["rank"][sends[0]], self.ops["rank"][other[0]]), size)
+            sender, *others = sorted(rows, key=lambda row: self.ops["collective"][row] != "send")
+            return Meeting(MESSAGE, (self.ops["rank"][sender], self.ops["rank"][others[0]]), size)
         return Meeting(collective or "collective", tuple(sorted({self.ops["rank"][row] for row in rows})), size)
 
-    def _program_orders(self) -> dict[int, list[int]]:
+    def _program_orders(self) -> list[list[int]]:
         """Rows of each rank: a host op where it is, what else there is behind the last host op that it depends on."""
-        rank, lane, host = self.ops["rank"], self.ops["lane"], [-1] * len(self.into)
-        orders: dict[int, list[int]] = {r: [] for r in sorted(set(rank))}
+        rank, lane, kind, host = self.ops["rank"], self.ops["lane"], self.ops["kind"], [-1] * len(self.into)
+        orders: list[list[int]] = [[] for _ in self.ranks]
         for row, edges in enumerate(self.into):
-            if self.ops["kind"][row] != "join":
-                on_host = self.roles[rank[row], lane[row]].startswith("host")
-                own = (src for src, _ in edges if rank[src] == rank[row] and self.ops["kind"][src] != "join")
+            if kind[row] != "join":
+                own = (src for src, _ in edges if rank[src] == rank[row] and kind[src] != "join")
+                on_host = self.lanes[rank[row], lane[row]].startswith("host")
                 host[row] = row if on_host else max((host[src] for src in own), default=-1)
                 orders[rank[row]].append(row)
-        return {r: sorted(rows, key=lambda row: (host[row], row)) for r, rows in orders.items()}
+        return [sorted(rows, key=lambda row: (host[row], row)) for rows in orders]
 
-    def sentence(self, rank: int, meetings: list[Meeting], number: dict[int, int]) -> Sentence:
-        """The sentence of one rank."""
-        order = self.orders[rank]
-        place = {row: i for i, row in enumerate(order)}
-        words = list(self._words(rank, order, meetings, number))
-        links = list(self._links(order, place, words))
-        work = [(self.ops["flops"][row], self.ops["bytes"][row]) for row in order]
-        durations = [self.ops["dur_ns"][row] for row in order]
-        return Sentence(rank, words, durations, work, links, [number.get(row, -1) for row in order])
+    def sentence(self, order: list[int], meetings: list[Meeting], number: dict[int, int]) -> Sentence:
+        """The sentence of one rank, whose rows stand in `order`."""
+        words = [*self._words(order, meetings, number)]
+        dur_ns, flops, size = (self.ops[column] for column in ("dur_ns", "flops", "bytes"))
+        links = self._links(order, words)
+        seen = [Seen(dur_ns[row], flops[row], size[row], into) for row, into in zip(order, links, strict=True)]
+        return Sentence(words, seen, [number.get(row, -1) for row in order])
 
-    def _words(self, rank: int, order: list[int], meetings: list[Meeting], number: dict[int, int]) -> Iterator[Word]:
-        ops, last, seen = self.ops, -1, dict[str, int]()
+    def _words(self, order: list[int], meetings: list[Meeting], number: dict[int, int]) -> Iterator[Word]:
+        columns = [self.ops[column] for column in ("rank", "lane", "kind", "name", "phase", "shapes", "layer")]
+        last, numbers = -1, dict[str, int]()
         for row in order:
-            layer = ""
-            if ops["layer"][row] is not None:
-                now = seen.setdefault(ops["layer"][row], len(seen))
-                layer = {0: "same", 1: "+1", -1: "-1"}.get(now - last, f"={now}") if last >= 0 else f"={now}"
+            rank, lane, kind, name, phase, shapes, layer = (column[row] for column in columns)
+            beside = ""
+            if layer is not None:
+                now = numbers.setdefault(layer, len(numbers))
+                beside = {0: "same", 1: "+1", -1: "-1"}.get(now - last, f"={now}") if last >= 0 else f"={now}"
                 last = now
             meets = meetings[number[row]].kind(rank) if row in number else ""
-            yield Word(
-                self.roles[rank, ops["lane"][row]],
-                ops["kind"][row],
-                ops["name"][row],
-                ops["phase"][row],
-                ops["shapes"][row] or "",
-                meets,
-                layer,
-            )
+            checksum = f"{zlib.crc32(shapes.encode()):08x}" if shapes else ""
+            yield Word(self.lanes[rank, lane], kind, name, phase, checksum, meets, beside)
 
-    def _links(
-        self, order: list[int], place: dict[int, int], words: list[Word]
-    ) -> Iterator[tuple[tuple[Link, int], ...]]:
+    def _links(self, order: list[int], words: list[Word]) -> Iterator[tuple[Link, ...]]:
         on_lane: dict[str, int] = {}
-        of_kind: dict[tuple[str, str], list[int]] = {}
-        nth: dict[int, int] = {}
-        for at, row in enumerate(order):
-            found = []
+        of_kind: dict[tuple[str, str], int] = {}
+        nth: dict[int, tuple[tuple[str, str], int]] = {}  # row -> kind and lane, how manieth of these
+        for word, row in zip(words, order, strict=True):
+            found, lane = [], self.ops["lane"][row]
             for src, (rule, from_start, evidence, hard, lag_ns) in self.into[row]:
-                if src not in place:
-                    continue
-                if on_lane.get(self.ops["lane"][row]) == src:
-                    found.append((Link(rule, from_start, evidence, hard, None, 1), lag_ns))
-                else:
-                    source = words[place[src]].kind, words[place[src]].lane
-                    found.append(
-                        (Link(rule, from_start, evidence, hard, source, len(of_kind[source]) - nth[src]), lag_ns)
-                    )
-            yield tuple(sorted(found, key=str) if len(found) > 1 else found)
-            on_lane[self.ops["lane"][row]] = row
-            same = of_kind.setdefault((words[at].kind, words[at].lane), [])
-            nth[row] = len(same)
-            same.append(row)
+                if on_lane.get(lane) == src:
+                    found.append(Link(rule, from_start, evidence, hard, None, 1, lag_ns))
+                elif src in nth:
+                    source, before = nth[src]
+                    back = of_kind[source] - before
+                    found.append(Link(rule, from_start, evidence, hard, source, back, lag_ns))
+            yield tuple(found)
+            on_lane[lane] = row
+            source = word.kind, word.lane
+            nth[row] = source, of_kind.get(source, 0)
+            of_kind[source] = nth[row][1] + 1
 
 
-def _lane_roles(ops: pl.DataFrame) -> dict[tuple[int, str], str]:
+def lane_roles(ops: pl.DataFrame) -> dict[tuple[int, str], str]:
     """What a lane is on its rank: hosts, workers (threads that only transfer) and streams by how many ops they have."""
     lanes = ops.group_by("rank", "lane").agg(
         count=pl.len(), host=pl.col("kind").is_in(HOST_KINDS).any(), device=pl.col("device").is_not_null().any()
