@@ -25,7 +25,7 @@ def predicted() -> pl.DataFrame:
     table = pl.read_csv(published("dlrm_training.csv")).with_columns(gpu=pl.col("gpu").str.replace(" CTS", ""))
     step = pl.col("step_time_ms")
     setups = table.group_by(SETUP, maintain_order=True).agg(
-        pl.col("network", "model").drop_nulls().first(),
+        pl.col("network", "model", "sharding_plan").drop_nulls().first(),
         measured_ms=step.median(),
         apart=100 * (step.max() - step.min()) / 2 / step.median(),
         rows=pl.len(),

@@ -44,6 +44,9 @@ def test_nodes_and_their_network_are_read() -> None:
     assert (found.cluster.nodes, found.cluster.gpus_per_node) == (2, 8)
     assert found.cluster.between_sheet is not None
     assert found.cluster.between_sheet.bytes_per_s == pytest.approx(50e9)
+    hier = estimate_dlrm_row(ROW | {"num_gpus": 16, "network": network, "sharding_plan": "hier_auto"})
+    assert set(hier.plan.frame["kind"]) == {"grid_shard"}
+    assert hier.plan.devices["bytes"].max() < 80e9
     half = estimate_dlrm_row(ROW | {"gpus_per_node": 4, "network": "4x ConnectX-7 IB NDR 400Gb/Sec"})
     assert (half.cluster.nodes, half.cluster.gpus_per_node) == (2, 4)
 

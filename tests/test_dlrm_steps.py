@@ -274,6 +274,75 @@ def test_tables_may_be_cut_and_copied(kind: str) -> None:
     assert added == (kind == "row_wise")
 
 
+def grid_plan(nodes: int, each: int, optimizer: str = "sgd") -> Plan:
+    """Three tables on nodes, cut by rows inside, one of them with its columns in two nodes; and one on a device."""
+    frame = tables(4).with_columns(dim=pl.Series([32, 16, 48, 8]))
+    blocks = [("t0", 0, 0, 32), ("t1", nodes - 1, 0, 16), ("t2", 0, 0, 12), ("t2", nodes - 1, 12, 36)]
+    size = 10_000 // each
+    shards = [
+        (table, node * each + at, "grid_shard", at * size, size, first, dim)
+        for table, node, first, dim in blocks
+        for at in range(each)
+    ]
+    shards.append(("t3", 1, "table_wise", 0, 10_000, 0, 8))
+    names = ["table", "device", "kind", "first_row", "rows", "first_column", "dim"]
+    return Plan.of(frame, pl.DataFrame(shards, schema=names, orient="row"), [1e9] * nodes * each, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (3, 4), (2, 8)])
+def test_sums_inside_nodes_send_what_is_counted_number_by_number(nodes: int, each: int) -> None:
+    plan, n = grid_plan(nodes, each), nodes * each
+    sent = sent_bytes(plan, DlrmTraining(global_batch=5 * n), each)
+    inside, between, direct = np.zeros((3, n, n))
+    held: dict[tuple[str, int], list[int]] = {}  # of each column of a table the devices that have rows of it
+    for row in plan.frame.iter_rows(named=True):
+        for column in range(row["first_column"], row["first_column"] + row["dim"]):
+            held.setdefault((row["table"], column), []).append(row["device"])
+    for (table, _), devices in held.items():
+        for sample in range(5 * n):
+            home = sample // 5
+            if table == "t3":
+                direct[devices[0], home] += 4
+                continue
+            adder = devices[0] // each * each + home % each  # of the tables' node, with the number of the sample's
+            for device in devices:
+                inside[device, adder] += 4
+            between[adder, home] += 4
+    for name, counted in (("inside", inside), ("between", between), ("pooled", direct), ("gradients", direct.T)):
+        np.fill_diagonal(counted, 0)
+        assert np.array_equal(sent[name], counted), name
+
+
+def test_sums_inside_nodes_spare_the_network() -> None:
+    many = Cluster(
+        gpu=GPU, nodes=2, gpus_per_node=8, inside=find_fabric("NVLink4 NVSwitch"), between="InfiniBand NDR 400"
+    )
+    frame, train = tables(4, dim=128), DlrmTraining(global_batch=65536, launch_us=0)
+    wide = Dlrm(dense=13, bottom=(128,), top=(64, 1))
+    halves = [
+        (f"t{table}", device, 625 * device, 625)
+        if every
+        else (f"t{table}", 8 * (table % 2) + device, 1250 * device, 1250)
+        for every in (True, False)
+        for table in range(4)
+        for device in range(16 if every else 8)
+    ]
+    names = ["table", "device", "first_row", "rows"]
+    rows, grid = (
+        Plan.of(frame, pl.DataFrame(some, schema=names, orient="row").with_columns(kind=pl.lit(kind)), [1e9] * 16)
+        for some, kind in ((halves[:64], "row_wise"), (halves[64:], "grid_shard"))
+    )
+    took = [
+        estimate_dlrm(wide, plan, train, many, surcharges=NONE).step.table.filter(
+            (pl.col("weight") == "pooled") & (pl.col("kind") == "comm")
+        )["dur_us"][0]
+        for plan in (rows, grid)
+    ]
+    assert took[1] < took[0] / 3  # across the network 8 times fewer bytes, and as many more inside as nothing
+    with pytest.raises(LayoutError, match="'t0' is a grid_shard with the same columns in several nodes of 4"):
+        sent_bytes(grid, train, 4)
+
+
 def test_lookups_are_priced_by_what_each_device_has() -> None:
     frame, model = tables(3), PhysicalLookup.of_sheet(GPU)
     plan = Plan.of(frame, frame.select("table", device=pl.Series([0, 0, 1])), [1e9, 1e9])

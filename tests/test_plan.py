@@ -82,6 +82,13 @@ CASES = {
               "'users' is table_wise but has several"),
     "part of a table": (shards(("users", 0, "table_wise", 0, 999, 0, 16)), "'users' is not row_wise, yet"),
     "not everywhere": (shards(("users", 0, "data_parallel", 0, 1000, 0, 16)), "'users' is data_parallel: give one"),
+    "a grid of dims": (shards(("users", 0, "grid_shard", 0, 500, 0, 16), ("users", 1, "grid_shard", 500, 500, 0, 8)),
+                       "'users' has shards of several dims from 0 on"),
+    "a torn grid": (shards(("users", 0, "grid_shard", 0, 1000, 0, 8), ("users", 0, "grid_shard", 0, 500, 8, 8),
+                           ("users", 1, "grid_shard", 600, 400, 8, 8)), "'users' has a shard from first_row 600"),
+    "a narrow grid": (shards(("users", 0, "grid_shard", 0, 500, 0, 8), ("users", 1, "grid_shard", 500, 500, 0, 8)),
+                      "'users' has shards of dim 8 in all, not 16"),
+    "a short grid": (shards(("users", 0, "grid_shard", 0, 500, 0, 16)), "'users' has shards of rows 500 in all, not 1"),
     "no such device": (shards(("users", 2, "table_wise", 0, 1000, 0, 16)), "'users' has a shard on device 2"),
     "no such table": (shards(("user", 0, "table_wise", 0, 1000, 0, 16)), "'user' is not among the tables"),
     "no such kind": (shards(("users", 0, "grid", 0, 1000, 0, 16)), "'users' has a shard of unknown kind"),
@@ -144,6 +151,17 @@ def test_torchrec_json_has_offsets_sizes_and_ranks():
         "ranks": [0, 1],
         "sharding_spec": None,
     }
+
+
+def test_a_grid_is_columns_of_nodes_cut_by_rows():
+    grid = shards(("users", 0, "grid_shard", 0, 500, 0, 4), ("users", 1, "grid_shard", 500, 500, 0, 4),
+                  ("users", 2, "grid_shard", 0, 600, 4, 12), ("users", 3, "grid_shard", 600, 400, 4, 12))  # fmt: skip
+    plan = Plan.of(TABLES.head(1), grid, [1e6] * 4)
+    assert plan.devices["bytes"].to_list() == [500 * 16, 500 * 16, 600 * 48, 400 * 48]
+    assert plan.lookups["pooling"].to_list() == [5.0, 5.0, 6.0, 4.0]
+    assert json.loads(plan.to_torchrec("m"))["plan"]["m"]["users"]["sharding_type"] == "grid_shard"
+    one = grid.filter(pl.col("device") < 2).with_columns(dim=16)
+    assert '"table_row_wise"' in Plan.of(TABLES.head(1), one, [1e6] * 2).to_torchrec("m")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from lumos_nb.costs.calibration import load_calibration
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.heuristics import HEURISTICS, place_by_rule
+from lumos_nb.workloads.dlrm.node_sharding import shard_over_nodes
 from lumos_nb.workloads.dlrm.plan import FIGURES, Plan
 from lumos_nb.workloads.dlrm.sharding import shard
 from lumos_nb.workloads.dlrm.sharding_costs import FabricExchange, ShardingCosts
@@ -180,6 +181,41 @@ def test_a_slow_device_is_given_less_and_a_small_one_holds_less():
     need = float((tables["rows"] * tables["dim"]).sum() * 4)
     small = shard(tables, cluster(4), costs_of(4), memory_bytes=[need, need, need, need / 50])
     assert small.devices["bytes"][3] <= need / 50
+
+
+@pytest.mark.parametrize(("devices", "count"), [(64, 26), (64, 100), (128, 40)])
+def test_many_devices_all_have_their_share(devices, count):
+    tables = task(count, devices, max_dim=128).with_columns(dim=128)
+    costs = ShardingCosts.of(Fused(), cluster(devices, devices // 8), 131072)
+    plan = shard(tables, cluster(devices, devices // 8), costs, rounds=2)
+    assert plan.devices["shards"].min() > 0
+    assert plan.total_us < 1.3 * plan.balanced_us
+    assert (plan.devices["output_dim"].max() or 0) < 2 * plan.devices["output_dim"].mean()
+
+
+@settings(max_examples=8, deadline=None)
+@given(count=st.integers(1, 20), seed=st.integers(0, 10**6), room=st.floats(1.2, 4.0))
+def test_plans_over_nodes_keep_to_memory_and_columns_to_a_node(count, seed, room):
+    tables, many = task(count, seed), cluster(8, 2)
+    costs = ShardingCosts.of(Fused(), many, 16384)
+    largest = float((tables["rows"] * 24).max())  # of four columns with Adagrad's state, on a device of eight
+    memory = room * float((tables["rows"] * tables["dim"]).sum() * 8) / 8 + largest + 1e5
+    plan, again = (shard_over_nodes(tables, many, costs, memory_bytes=memory, optimizer="adagrad") for _ in range(2))
+    assert plan.frame.equals(again.frame)
+    assert (plan.devices["bytes"] <= memory).all()
+    node = plan.frame.with_columns(node=pl.col("device") // 4).group_by("table", "first_column").agg("node")
+    assert (node["node"].list.n_unique() == 1).all()
+    rows = plan.frame.group_by("table", "first_column").agg(pl.sum("rows")).join(
+        plan.tables.select("table", all="rows"), on="table"
+    )  # fmt: skip
+    assert (rows["rows"] == rows["all"]).all()
+    with pytest.raises(LayoutError, match="is summed up inside of nodes"):
+        costs.price(plan)
+
+
+def test_one_node_has_no_plan_over_nodes():
+    with pytest.raises(LayoutError, match=r"a cluster of 1 node.*or take shard"):
+        shard_over_nodes(GOOD, cluster(4), costs_of(4))
 
 
 def test_a_table_larger_than_a_device_is_split_and_says_why():

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lumos_nb._jit import jit
 from lumos_nb.workloads.dlrm.pieces import Floats, Ints, Pieces
 from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts
+
+PRICED = 8
+"""Devices that are priced for a piece, the least busy of those that may have it: all of a node, and enough of many."""
 
 
 class Loads(NamedTuple):
@@ -66,23 +70,25 @@ class GridSearch:
         speed = np.array(self.costs.speed)
         dims = np.where(lists >= 0, pieces.dim[lists], 0)
         mean = (dims.sum(axis=1) + base.output_dim.sum(axis=1)) / devices
-        most = np.maximum(mean[:, None] * self.caps, dims.max(axis=1, initial=0)[:, None]).ravel()
+        most = np.maximum(np.maximum(mean, 1e-9)[:, None] * self.caps, dims.max(axis=1, initial=0)[:, None]).ravel()
         # a state is what some of the runs (a list under a cap) have in common
         state, list_of, loads, unplaced = np.arange(count).repeat(grid), np.arange(count), base, np.zeros(count)
+        busy = self.lookups_us(loads).sum(axis=2) / speed
         steps = []
         for column in lists.T:
             piece = column[list_of]
-            real = np.flatnonzero(piece >= 0)
-            cost = np.full((len(piece), devices), np.inf)
-            trial = loads.sums[real] + pieces.parts[piece[real], None]
-            took = self.costs.lookup_us(trial.reshape(-1, trial.shape[-1]))
-            cost[real] = (took[:, 0] + took[:, 1]).reshape(-1, devices) / speed
-            cost[loads.size_bytes + pieces.size_bytes[piece, None] > self.memory_bytes] = np.inf
             sent = loads.output_dim + pieces.dim[piece, None]
+            room = loads.size_bytes + pieces.size_bytes[piece, None] <= self.memory_bytes
+            room[piece < 0] = False
+            at, device = np.nonzero(_least_busy(state, busy, room, sent, most) if devices > PRICED else room)
+            took = self.costs.lookup_us(loads.sums[at, device] + pieces.parts[piece[at]])
+            cost = np.full((len(piece), devices), np.inf)
+            cost[at, device] = (took[:, 0] + took[:, 1]) / speed[device]
             before, device, state = _choose(state, cost, loads.size_bytes, sent, most)
             loads, list_of, unplaced, piece = loads.take(before), list_of[before], unplaced[before], piece[before]
-            placed = np.flatnonzero(device >= 0)
+            placed, busy = np.flatnonzero(device >= 0), busy[before]
             loads.add(placed, device[placed], pieces, piece[placed])
+            busy[placed, device[placed]] = cost[before[placed], device[placed]]
             lost = np.flatnonzero((device < 0) & (piece >= 0))
             unplaced[lost] += pieces.size_bytes[piece[lost]]
             steps.append((before, device))
@@ -101,6 +107,34 @@ class GridSearch:
         times = self.costs.device_us(self.lookups_us(loads), loads.output_dim, gradient_bytes)
         slowest: Floats = times.sum(axis=2).max(axis=1)
         return slowest
+
+
+@jit("boolean[:, ::1](int64[::1], float64[:, ::1], boolean[:, ::1], float64[:, ::1], float64[::1])")
+def _least_busy(state: Ints, busy: Floats, room: NDArray[np.bool_], sent: Floats, most: Floats) -> NDArray[np.bool_]:
+    """[states, devices]: those that any run may want, the `PRICED` least busy of those with room for it.
+
+    `busy` is what a device looks up without the piece; the others are as in `_choose`.
+    """
+    states, devices = busy.shape
+    wanted = np.zeros((states, devices), np.bool_)
+    least = np.empty(PRICED, np.int64)
+    for run in range(len(state)):
+        old, count = state[run], 0
+        for at in range(devices):
+            if not room[old, at] or sent[old, at] > most[run]:
+                continue
+            place = count
+            while place > 0 and busy[old, at] < busy[old, least[place - 1]]:
+                place -= 1
+            if place == PRICED:
+                continue
+            count = min(count + 1, PRICED)
+            for behind in range(count - 1, place, -1):
+                least[behind] = least[behind - 1]
+            least[place] = at
+        for number in range(count):
+            wanted[old, least[number]] = True
+    return wanted
 
 
 @jit(

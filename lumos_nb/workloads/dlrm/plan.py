@@ -2,8 +2,9 @@
 
 A table lies on one device (`table_wise`), is cut by columns (`column_wise`: every part is looked up by the same indices
 and gives some of the output's columns), by rows (`row_wise`: every device looks up the indices that it has and gives
-partial sums), or is on every device (`data_parallel`: looked up for the device's own samples, its gradients are added
-up). The names are TorchRec's.
+partial sums), by rows inside of nodes (`grid_shard`: some or all of its columns are a node's, cut by rows over its
+devices, and partial sums are added up before they leave the node), or is on every device (`data_parallel`: looked up
+for the device's own samples, its gradients are added up). The names are TorchRec's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.schema import TableSchema
 
-KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
+KINDS = ("table_wise", "column_wise", "row_wise", "grid_shard", "data_parallel")
 
 SHARDS = TableSchema(
     "shard",
@@ -249,8 +250,9 @@ class Plan:
                 for row in rows
             ]
             alike = kind == "data_parallel"
+            in_one_node = kind == "grid_shard" and shards["first_column"].n_unique() == 1
             parameters[table] = {
-                "sharding_type": kind,
+                "sharding_type": "table_row_wise" if in_one_node else kind,
                 "compute_kernel": "dense" if alike else "fused",
                 "ranks": [row["device"] for row in rows],
                 "sharding_spec": None if alike else {"shards": spec},
@@ -310,20 +312,25 @@ def _check_cover(tables: pl.DataFrame, frame: pl.DataFrame, devices: int) -> Non
     _refuse(own, pl.col("kind").n_unique().over("table") > 1, "has shards of several kinds: give all of them one")
     empty = (pl.col("rows") < 1) | (pl.col("dim") < 1)
     _refuse(own, empty, "has a shard of {rows} rows and {dim} columns: leave out what is empty")
-    for cut, first, length, every in (
-        ("column_wise", "first_column", "dim", "all_dim"),
-        ("row_wise", "first_row", "rows", "all_rows"),
+    widths = pl.col("dim").n_unique().over("table", "first_column")
+    _refuse(own, (pl.col("kind") == "grid_shard") & (widths > 1), "has shards of several dims from {first_column} on")
+    for cut, first, length, every, over in (
+        ("row_wise", "first_row", "rows", "all_rows", ["table", "first_column"]),
+        ("column_wise", "first_column", "dim", "all_dim", ["table"]),
     ):
         full = (pl.col(first) == 0) & (pl.col(length) == pl.col(every))
         text = (
             f"is not {cut}, yet a shard has {length} {{{length}}} from {first} {{{first}}} of {{{every}}}: give it all"
         )
-        _refuse(own, (pl.col("kind") != cut) & ~full, text)
-        parts = own.filter(pl.col("kind") == cut).sort("table", first)
+        cuts = pl.col("kind").is_in([cut, "grid_shard"])
+        _refuse(own, ~cuts & ~full, text)
+        parts = own.filter(cuts).sort("table", "first_column", "first_row")
+        if cut == "column_wise":  # of a grid's columns the first rows
+            parts = parts.filter((pl.col("kind") == cut) | (pl.col("first_row") == 0))
         end = pl.col(first) + pl.col(length)
         text = f"has a shard from {first} {{{first}}}, which is not where the one before it ends: cover all once"
-        _refuse(parts, pl.col(first) != end.shift(1, fill_value=0).over("table"), text)
-        ends = parts.group_by("table", maintain_order=True).agg(pl.col(every).first(), end=end.max())
+        _refuse(parts, pl.col(first) != end.shift(1, fill_value=0).over(over), text)
+        ends = parts.group_by(over, maintain_order=True).agg(pl.col(every).first(), end=end.max())
         _refuse(
             ends,
             pl.col("end") != pl.col(every),

@@ -12,6 +12,9 @@ from lumos_nb.workloads.dlrm.pieces import Floats, Ints
 EVEN = 1e-3
 """How much the mean of squared lookup times counts beside the slowest device, so that of two slowest one can go first.
 """
+MOST = 256
+"""Changes of the slowest device that are priced as a whole, those after which the slower of both devices has least to
+look up; and of the widest, those after which the wider of both has fewest columns."""
 
 
 class _Changes(NamedTuple):
@@ -49,10 +52,12 @@ def refined(
     took = search.lookups_us(loads)
     total, goal = (float(values[0]) for values in _totals(search, took, loads.output_dim, gradient_bytes))
     for _ in range(rounds):
-        changes = _possible(search, free, devices, loads, took[0])
+        slowest = int((took[0].sum(axis=1) / search.costs.speed).argmax())
+        widest = int(loads.output_dim[0].argmax())
+        changes = _possible(search, free, devices, loads, {slowest, widest})
         if not len(changes.give):
             break
-        tried, sent = _tried(search, free, changes, loads, took[0])
+        changes, tried, sent = _tried(search, free, changes, loads, took[0], slowest, widest)
         totals, goals = _totals(search, tried, sent, gradient_bytes.repeat(len(tried)))
         best = int(goals.argmin())
         if goals[best] >= goal * (1 - 1e-9) or totals[best] > total:
@@ -67,10 +72,9 @@ def refined(
     return devices, total
 
 
-def _possible(search: GridSearch, free: Ints, devices: Ints, loads: Loads, took: Floats) -> _Changes:
-    """Moves and swaps for which there is room."""
-    slowest = (took.sum(axis=1) / search.costs.speed).argmax()
-    mine = np.flatnonzero((devices == slowest) | (devices == loads.output_dim[0].argmax()))
+def _possible(search: GridSearch, free: Ints, devices: Ints, loads: Loads, of: set[int]) -> _Changes:
+    """Moves and swaps of what some devices have, for which there is room."""
+    mine = np.flatnonzero(np.isin(devices, list(of)))
     count = len(search.memory_bytes)
     give = np.concatenate([mine.repeat(count), mine.repeat(len(free))])
     take = np.concatenate([np.full(len(mine) * count, -1), np.tile(np.arange(len(free)), len(mine))])
@@ -81,17 +85,30 @@ def _possible(search: GridSearch, free: Ints, devices: Ints, loads: Loads, took:
     return _Changes(*(column[possible] for column in (give, take, source, target)))
 
 
-def _tried(search: GridSearch, free: Ints, changes: _Changes, loads: Loads, took: Floats) -> tuple[Floats, Floats]:
-    """[changes, devices, 2] lookups and [changes, devices] columns after each change."""
+def _tried(
+    search: GridSearch, free: Ints, changes: _Changes, loads: Loads, took: Floats, slowest: int, widest: int
+) -> tuple[_Changes, Floats, Floats]:
+    """The most promising changes, and [changes, devices, 2] lookups and [changes, devices] columns after each."""
     parts, dim = (_gained(of, free, *changes[:2]) for of in (search.pieces.parts, search.pieces.dim.astype(float)))
-    at, alone = np.arange(len(changes.give)), (changes.take < 0).astype(np.int64)
-    tried, sent = took[None].repeat(len(at), axis=0), loads.output_dim.repeat(len(at), axis=0)
+    alone, both = (changes.take < 0).astype(np.int64), []
     for device, sign in ((changes.source, -1), (changes.target, 1)):
         some = loads.shards[0, device] + sign * alone > 0
-        now = search.costs.lookup_us(loads.sums[0, device] + sign * parts)
-        tried[at, device] = np.where(some[:, None], now, 0.0)
-        sent[at, device] += sign * dim
-    return tried, sent
+        now = np.where(some[:, None], search.costs.lookup_us(loads.sums[0, device] + sign * parts), 0.0)
+        both.append((device, now, loads.output_dim[0, device] + sign * dim))
+    kept = np.arange(len(alone))
+    if len(kept) > 2 * MOST:
+        speed = np.array(search.costs.speed)
+        slower = np.maximum(*(now.sum(axis=1) / speed[device] for device, now, _ in both))
+        wider = np.maximum(*(sent for _, _, sent in both))
+        ranked = [(slower, slowest), (wider, widest)]
+        best = [np.where(changes.source == at, size, np.inf).argsort(kind="stable")[:MOST] for size, at in ranked]
+        kept = np.unique(np.concatenate(best))
+    at = np.arange(len(kept))
+    tried, sent = took[None].repeat(len(at), axis=0), loads.output_dim.repeat(len(at), axis=0)
+    for device, now, columns in both:
+        tried[at, device[kept]] = now[kept]
+        sent[at, device[kept]] = columns[kept]
+    return _Changes(*(column[kept] for column in changes)), tried, sent
 
 
 def _gained(values: Floats, free: Ints, give: Ints, take: Ints) -> Floats:

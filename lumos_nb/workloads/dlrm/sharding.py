@@ -31,6 +31,8 @@ from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts
 SPLITS = ("column_wise", *SPREAD)
 STALE = 3
 """Rounds that find nothing better, after which no more are tried."""
+EVEN_SHARES = (2.0, 1.0)
+"""Multiples of a device's even share of all time or columns: the search begins with what is larger halved, as well."""
 ROOM = 0.8
 """Share of a GPU's memory that embedding tables may take by default, as in Lin et al. (TPDS 2024)."""
 
@@ -115,7 +117,7 @@ def shard(
     5
     """
     require_kinds(cluster=(cluster, Cluster), costs=(costs, ShardingCosts))
-    frame, memory = complete_tables(tables), _memory(cluster, costs, memory_bytes)
+    frame, memory = complete_tables(tables), memory_of(cluster, costs, memory_bytes)
     _require(frame, splits, beam, candidates, rounds, caps)
     grid = np.array([*np.linspace(1.0, 1.5, caps), np.inf])
     inner = GridSearch(Pieces.of(frame, costs, optimizer), costs, memory, grid)
@@ -136,7 +138,7 @@ def _require(frame: pl.DataFrame, splits: Sequence[str], beam: int, candidates: 
         raise LayoutError("give a table, and a beam, candidates and caps of 1 or more.")
 
 
-def _memory(cluster: Cluster, costs: ShardingCosts, memory_bytes: float | Sequence[float] | None) -> Floats:
+def memory_of(cluster: Cluster, costs: ShardingCosts, memory_bytes: float | Sequence[float] | None) -> Floats:
     """[devices]: what each may hold."""
     if len(costs.speed) != cluster.gpus:
         raise LayoutError(f"the costs are of {len(costs.speed)} devices, the cluster has {cluster.gpus}.")
@@ -174,8 +176,9 @@ class _Search:
 
         The best state with spread tables goes along beside the beam: it is seldom the best until more is split.
         """
-        states = self.priced([self.start()])
-        seen, best, stale = {state.key for state in states}, states, 0
+        starts = {state.key: state for state in (self.start(), *map(self.evened, EVEN_SHARES))}
+        states = sorted(self.priced(list(starts.values())), key=_rank)
+        seen, best, stale = set(starts), states[:beam], 0
         for _ in range(rounds):
             children = {child.key: child for state in states for child in self.children(state)}
             found = sorted(self.priced([child for key, child in children.items() if key not in seen]), key=_rank)
@@ -205,6 +208,26 @@ class _Search:
                     state = self.spread(state, table, 0, text)
                 else:
                     break
+        return state
+
+    def evened(self, share: float) -> State:
+        """The start with every piece halved that has more than so many times a device's even share: for many devices.
+
+        Rounds that halve one piece each find nothing better before all of the large ones are halved.
+        """
+        pieces, state = self.grid.pieces, self.start()
+        free = np.array(state.free, dtype=np.int64)
+        sizes = [
+            (size, share * size[free].sum() / len(self.grid.memory_bytes)) for size in (pieces.alone_us, pieces.dim)
+        ]
+        text = "halved to {} columns: more than an even share"
+        while "column_wise" in self.splits:
+            free = np.array(state.free, dtype=np.int64)
+            large = free[np.any([size[free] > most for size, most in sizes], axis=0) & (pieces.half[free] >= 0)]
+            if not large.size:
+                break
+            for piece in large.tolist():
+                state = self.halved(state, piece, text.format(pieces.dim[pieces.half[piece]]))
         return state
 
     def children(self, state: State) -> list[State]:

@@ -219,9 +219,15 @@ class ShardingCosts:
         Raises
         ------
         LayoutError
-            The plan is for another number of devices, or a table has no finite price.
+            The plan is for another number of devices, a table has no finite price, or partial sums of one are added up
+            inside of nodes, which no exchange here knows: `estimate_dlrm` does.
         """
         devices = plan.devices.height
+        if (grid := plan.frame.filter(kind="grid_shard")).height:
+            raise LayoutError(
+                f"table {grid['table'][0]!r} is summed up inside of nodes, which these costs do not know: ask "
+                "estimate_dlrm for a step."
+            )
         if devices != len(self.speed):
             raise LayoutError(
                 f"the plan has {devices} devices, the costs are of {len(self.speed)}: make one for these."

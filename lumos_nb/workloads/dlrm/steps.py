@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup, lookup_us
 from lumos_nb.costs.host import Overheads
-from lumos_nb.errors import CalibrationError
+from lumos_nb.errors import CalibrationError, LayoutError
 from lumos_nb.layout import SIZE_OF, Cluster
 from lumos_nb.workloads.dlrm.model import DlrmTraining
 from lumos_nb.workloads.dlrm.passes import LOOKUP, Passes
@@ -52,12 +52,21 @@ OPERATORS = {
 LAUNCH_CALL = "cudaLaunchKernel"
 
 
-def sent_bytes(plan: Plan, train: DlrmTraining) -> dict[str, NDArray[np.float64]]:
+def sent_bytes(plan: Plan, train: DlrmTraining, gpus_per_node: int = 1) -> dict[str, NDArray[np.float64]]:
     """What each device (row) sends to each other (column) in each exchange, of tables that are not on all devices.
 
     An index travels with its sample's offset, to every device that has a part of its table's columns, and to one of
     those that have a part of its rows. Pooled embeddings, and partial sums of tables that are cut by rows, travel to
     the samples' devices, and gradients back.
+
+    Those of tables in a grid take two steps, as in TorchRec and in HugeCTR's hierarchical plans: `inside` a node to its
+    device of the same number as the sample's, where partial sums are added up; then `between` devices of that number in
+    different nodes. Gradients go the same ways back.
+
+    Raises
+    ------
+    LayoutError
+        Columns of a table in a grid lie in several nodes.
 
     Examples
     --------
@@ -69,14 +78,38 @@ def sent_bytes(plan: Plan, train: DlrmTraining) -> dict[str, NDArray[np.float64]
     n = plan.devices.height
     batch = train.local_batch(n)
     shards = plan.lookups.filter(pl.col("kind") != "data_parallel")
-    device = shards["device"].to_numpy()
     dtype = train.comm_dtype or {"tf32": "fp32"}.get(train.dtype, train.dtype)
-    pooled, indices = np.zeros(n), np.zeros(n)
-    np.add.at(pooled, device, shards["dim"].to_numpy() * batch * SIZE_OF[dtype])
-    np.add.at(indices, device, (shards["pooling"].to_numpy() + 1) * batch * train.index_bytes)
-    others = 1.0 - np.eye(n)
+    column = batch * SIZE_OF[dtype]
+    direct, grid = shards.filter(pl.col("kind") != "grid_shard"), shards.filter(kind="grid_shard")
+    pooled, partial, indices = np.zeros(n), np.zeros(n), np.zeros(n)
+    np.add.at(pooled, direct["device"].to_numpy(), direct["dim"].to_numpy() * column)
+    np.add.at(partial, grid["device"].to_numpy(), grid["dim"].to_numpy() * column)
+    np.add.at(indices, shards["device"].to_numpy(), (shards["pooling"].to_numpy() + 1) * batch * train.index_bytes)
+    others, node = 1.0 - np.eye(n), np.arange(n) // gpus_per_node
     out = others * pooled[:, None]
-    return {"indices": others * indices, "pooled": out, "gradients": out.T}
+    summed = _columns_of_nodes(plan, gpus_per_node)[node] * column
+    together, same_number = node[:, None] == node, np.arange(n)[:, None] % gpus_per_node == np.arange(n) % gpus_per_node
+    return {
+        "indices": others * indices,
+        "pooled": out,
+        "gradients": out.T,
+        "inside": others * together * partial[:, None] * (node[-1] + 1),  # for as many devices as there are nodes
+        "between": others * same_number * summed[:, None],
+    }
+
+
+def _columns_of_nodes(plan: Plan, gpus_per_node: int) -> NDArray[np.float64]:
+    """[nodes]: columns of tables in a grid, each once a node."""
+    grid = plan.frame.filter(kind="grid_shard").with_columns(node=pl.col("device") // gpus_per_node)
+    blocks = grid.group_by("table", "first_column", maintain_order=True).agg(pl.col("dim", "node").first(), ends="node")
+    if (torn := blocks.filter(pl.col("ends").list.n_unique() > 1)).height:
+        raise LayoutError(
+            f"table {torn['table'][0]!r} is a grid_shard with the same columns in several nodes of {gpus_per_node} "
+            "devices: keep columns in one node, or make it row_wise."
+        )
+    columns: NDArray[np.float64] = np.zeros(-(-plan.devices.height // gpus_per_node))
+    np.add.at(columns, blocks["node"].to_numpy(), blocks["dim"].to_numpy())
+    return columns
 
 
 def device_times(
@@ -143,18 +176,27 @@ def _exchanged(
             f"the calibration {calibration.name} has no collectives, which several devices need; measure a size sweep "
             "of each (nccl-tests, or make calibrate)."
         )
+    model, n, each = calibration.collectives, plan.devices.height, cluster.gpus_per_node
     sheets = [sheet for sheet in (cluster.inside_sheet, cluster.between_sheet) if sheet]
-    n = plan.devices.height
-    nodes = -(-n // cluster.gpus_per_node)
+    nodes = -(-n // each)
     outermost = sheets[-1 if nodes > 1 else 0]
+    asked = {"hardware": sheets[0].name, "interconnect": outermost.name, "nodes": nodes, "gpus": n}
+    even = model.predict(pl.DataFrame({**asked, "collective": "all_to_all", "size_bytes": 1 << 20}), extra=sheets)
+    sent = sent_bytes(plan, train, each)
+    inside, between = sent.pop("inside"), sent.pop("between")
+    apart = 0.0
+    if inside.any():
+        blocks = np.stack([inside[at : at + each, at : at + each] for at in range(0, n, each)])
+        apart += float(model.predict_uneven(blocks, sheets[0].name, sheets[0].name, 1, extra=sheets).max())
+    if between.any():
+        lanes = np.stack([between[at::each, at::each] for at in range(each)])
+        apart += float(model.predict_uneven(lanes, sheets[0].name, outermost.name, nodes, extra=sheets).max())
     found = {}
-    for what, sent in sent_bytes(plan, train).items():
-        model = calibration.collectives
-        us = model.predict_uneven(sent, sheets[0].name, outermost.name, nodes, extra=sheets)
-        asked = {"hardware": sheets[0].name, "interconnect": outermost.name, "nodes": nodes, "gpus": n}
-        even = model.predict(pl.DataFrame({**asked, "collective": "all_to_all", "size_bytes": 1 << 20}), extra=sheets)
-        most = np.maximum(sent.sum(axis=0), sent.sum(axis=1)).astype(np.int64)
-        found[what] = float(us) if most.any() else 0.0, most, even["basis"].item()
+    for what, direct in sent.items():
+        every, more = (direct, 0.0) if what == "indices" else (direct + inside + between, apart)
+        us = float(model.predict_uneven(direct, sheets[0].name, outermost.name, nodes, extra=sheets))
+        most = np.maximum(every.sum(axis=0), every.sum(axis=1)).astype(np.int64)
+        found[what] = (us if direct.any() else 0.0) + more, most, str(even["basis"].item())
     return found
 
 

@@ -18,13 +18,14 @@ from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.workloads.dlrm.estimates import DlrmEstimate, estimate_dlrm
 from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining
+from lumos_nb.workloads.dlrm.node_sharding import shard_over_nodes
 from lumos_nb.workloads.dlrm.sharding import shard
 from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts
 from lumos_nb.workloads.pricing import prices_of
 from lumos_nb.workloads.table_cells import Reader
 from lumos_nb.workloads.table_clusters import cluster_of
 
-COLUMNS = ("gpu", "num_gpus", "gpus_per_node", "network", "model", "global_batch")
+COLUMNS = ("gpu", "num_gpus", "gpus_per_node", "network", "model", "global_batch", "sharding_plan")
 """Columns that are read; others do not matter."""
 
 DCN = Dlrm(
@@ -39,7 +40,7 @@ ASSUMED = (
     "indices are uniform, as MLPerf's multi-hot data are made",
     "CUDA graphs: the host is never late; indices of the next batch come meanwhile",
     "embeddings travel beside the bottom MLP, gradients of the MLPs beside what is left of the backward pass",
-    "the plan is ours (ln.shard by the physical model of lookups), not the planner's of the submission",
+    "the plan is ours (ln.shard, for hierarchical ones shard_over_nodes, by the physical model of lookups), not theirs",
     "a lookup costs what the data sheet's bandwidth says: none was measured on this GPU",
 )
 
@@ -94,7 +95,9 @@ def estimate_dlrm_row(
         lookup = lookups or PhysicalLookup.of_sheet(cluster.gpu_sheet)
         train.local_batch(cluster.gpus)
         costs = ShardingCosts.of(lookup, cluster, train.global_batch, calibration=prices)
-        plan = shard(dlrm_tables(), cluster, costs, optimizer="adagrad")
+        within_nodes = str(cells.get("sharding_plan", "")).startswith("hier") and cluster.nodes > 1
+        planned = shard_over_nodes if within_nodes else shard
+        plan = planned(dlrm_tables(), cluster, costs, optimizer="adagrad")
         found = estimate_dlrm(DCN, plan, train, cluster, prices, lookups=lookup)
     except LayoutError as error:
         raise InputError(f"the row cannot be as it stands: {error}") from error
