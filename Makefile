@@ -9,6 +9,7 @@ WORKERS ?= 2
 DEVICE ?= cpu
 SAMPLES ?= datasets/calibration-samples/$(DEVICE)
 CALIBRATIONS ?= datasets/calibrations
+CHROMIUM := DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium
 
 # Empty, so that Python keeps what it compiles: otherwise each notebook kernel compiles its imports again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -41,7 +42,7 @@ env: .venv/.installed ## the environment, in .venv
 demo: env ## the main job on a bundled run, printed
 	@$(BIN)/python -m benchmarks.demo
 
-test: env lint warm ## all checks: linters, types, tests, notebooks
+test: env lint warm browser ## all checks: linters, types, tests, notebooks
 	$(if $(wildcard ../shared/traces),LUMOS_NB_REQUIRE_SHARED=1) $(BIN)/python -m pytest \
 		-n $(WORKERS) --dist loadscope --nbval-lax --nbval-current-env tests $(NOTEBOOKS)
 
@@ -49,13 +50,21 @@ lint: env ## ruff, mypy, the order of imports, notebooks without outputs
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(if $(NOTEBOOKS),$(BIN)/nbstripout --verify $(NOTEBOOKS))
+	$(BIN)/nbstripout --verify $(NOTEBOOKS) $(wildcard app/*.ipynb)
 
 warm: env # compile the kernels once, before test workers would each do it
 	@$(BIN)/python -m lumos_nb._jit
 
+browser: # the browser of tests/test_browser.py, where it is missing and apt may be used
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { $(CHROMIUM) || { apt-get update -qq && $(CHROMIUM); }; } \
+	} >/dev/null || echo "no Chromium, and apt installs none here: the tests of panels in a browser will be skipped"
+
 lab: env ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks
+
+app: env ## panels of what-ifs as a page of their own, by Voila; of your own run with RUN=folder
+	JUPYTER_PATH=app RUN=$(abspath $(RUN)) $(BIN)/voila --template=offline app/what_if.ipynb
 
 fuzz: env ## 2,000 mutations of each of ten trace files, an hour or two
 	$(BIN)/python -m tests.test_damage 2000

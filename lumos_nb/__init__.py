@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lumos_nb.fake_group import DryRun as DryRun
     from lumos_nb.fake_group import dry_run as dry_run
     from lumos_nb.findings import exposed_communication as exposed_communication
+    from lumos_nb.findings import neighbours as neighbours
     from lumos_nb.findings import waits_for as waits_for
     from lumos_nb.graph import Graph as Graph
     from lumos_nb.graph import Recording as Recording
@@ -103,7 +104,7 @@ _MODULES = {
     "lumos_nb.engine": ("Pool", "Resources", "simulate"),
     "lumos_nb.stragglers": ("waiting_caused", "with_pooled_durations", "without_stragglers"),
     "lumos_nb.evaluate": ("delayed_steps", "mechanistic", "score_waits", "what_ifs"),
-    "lumos_nb.findings": ("exposed_communication", "waits_for"),
+    "lumos_nb.findings": ("exposed_communication", "neighbours", "waits_for"),
     "lumos_nb.resampling": ("jitter", "step_interval"),
     "lumos_nb.symmetry": ("fill_ranks",),
     "lumos_nb.config": ("Fabric", "Gpu", "find_fabric", "find_gpu"),

@@ -163,6 +163,86 @@ def waits_for(source: Graph | Result) -> pl.DataFrame:
     )
 
 
+def neighbours(result: Result, op_id: int) -> pl.DataFrame:
+    """An op, what it waits for, and what waits for it.
+
+    Parameters
+    ----------
+    result
+        A replayed step.
+    op_id
+        Of one of its ops.
+
+    Returns
+    -------
+    DataFrame
+        `relation` ("waits for", "itself", "awaited by"), `op_id`, `rank`, `lane`, `kind`, `name`, `rule` and `evidence`
+        of the edge, `spare_ns` (from when the edge lets the later op start to when it does: 0 of the one that decides),
+        `start_ns`, `dur_ns`, `slack_ns`; the nearest to deciding first.
+
+    Raises
+    ------
+    InputError
+        The result has no such op.
+
+    Examples
+    --------
+    >>> neighbours(replay(graph), 17).filter(pl.col("relation") == "waits for")  # doctest: +SKIP
+    """
+    ops, edges = result.ops, result.graph.edges
+    if ops.filter(pl.col("op_id") == op_id).is_empty():
+        raise InputError(f"step {result.graph.step} has no op {op_id!r}; take one of its ops' op_id.")
+    near = edges.filter((pl.col("src") == op_id) | (pl.col("dst") == op_id))
+    ends = [ops.select(pl.col("op_id").alias(at), pl.col("start_ns").alias(f"{at}_ns"), _END.alias(f"{at}_end_ns"))
+            for at in ("src", "dst")]  # fmt: skip
+    near = near.join(ends[0], on="src").join(ends[1], on="dst")
+    ready = pl.when("from_start").then("src_ns").otherwise("src_end_ns") + pl.col("lag_ns")
+    before = pl.col("dst") == op_id
+    beside = near.select(
+        relation=pl.when(before).then(pl.lit("waits for")).otherwise(pl.lit("awaited by")),
+        op_id=pl.when(before).then("src").otherwise("dst"),
+        rule="rule",
+        evidence="evidence",
+        spare_ns=pl.col("dst_ns") - ready,
+    ).sort("relation", "spare_ns", descending=[True, False], maintain_order=True)
+    itself = pl.DataFrame({"relation": ["itself"], "op_id": [op_id]}, schema_overrides={"op_id": pl.Int64})
+    about = ops.select("op_id", "rank", "lane", "kind", "name", "start_ns", "dur_ns", "slack_ns")
+    found = pl.concat([beside, itself], how="diagonal").join(about, on="op_id", maintain_order="left")
+    in_order = pl.col("relation").replace_strict({"waits for": 0, "itself": 1, "awaited by": 2})
+    columns = ("relation", "op_id", "rank", "lane", "kind", "name", "rule", "evidence", "spare_ns")
+    return found.sort(in_order, maintain_order=True).select(*columns, "start_ns", "dur_ns", "slack_ns")
+
+
+def op_at(result: Result, rank: int, lane: str, window_ns: tuple[int, int]) -> int:
+    """The op that fills most of a window on a lane; where the lane stands still, the nearest to its beginning.
+
+    Parameters
+    ----------
+    result
+        A replayed step.
+    rank, lane
+        Of the op.
+    window_ns
+        From and to, in ns after the first start in the step, as `charts.timeline` counts.
+
+    Raises
+    ------
+    InputError
+        The lane has no op.
+
+    Examples
+    --------
+    >>> op_at(replay(graph), 0, "gpu0:7", (5_000_000, 6_000_000))  # doctest: +SKIP
+    """
+    begin_ns, end_ns = (at + (result.ops["start_ns"].min() or 0) for at in window_ns)  # type: ignore[operator]
+    on_lane = result.ops.filter(pl.col("rank") == rank, pl.col("lane") == lane)
+    if on_lane.is_empty():
+        raise InputError(f"rank {rank} has no lane {lane!r} with an op.")
+    shared = pl.min_horizontal(_END, pl.lit(end_ns)) - pl.max_horizontal("start_ns", pl.lit(begin_ns))
+    nearest = on_lane.sort(shared.clip(0), (pl.col("start_ns") - begin_ns).abs(), descending=[True, False])
+    return int(nearest["op_id"][0])
+
+
 def evidence_shares(graph: Graph) -> pl.DataFrame:
     """How much waiting hangs on links that are exact, on those of a pattern or of times, and how much on nothing.
 

@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 PACKAGE = sorted((ROOT / "lumos_nb").rglob("*.py"))
-CONDA_NAMES = {"torch": "pytorch", "isal": "python-isal"}  # where conda-forge has another name
+CONDA_NAMES = {"torch": "pytorch", "isal": "python-isal", "playwright": "playwright-python"}  # where conda-forge has another name
 
 # The only modules that may need an extra when they are imported.
-NEED_EXTRAS = ("widgets.py", "bench.py", "binding.py")  # and the package of charts
+NEED_EXTRAS = ("bench.py", "binding.py")  # and the packages of charts and widgets
 
 
 def bounds(requirements: list[str]) -> dict[str, str]:
@@ -112,7 +112,7 @@ def test_modules_import_without_any_extra():
     eager = {
         (path.name, name)
         for path in PACKAGE
-        if path.name not in NEED_EXTRAS and path.parent.name != "charts"
+        if path.name not in NEED_EXTRAS and path.parent.name not in ("charts", "widgets")
         for name, at_import in imports(path)
         if at_import and name not in REQUIRED
     }
