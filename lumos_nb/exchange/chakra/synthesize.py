@@ -150,7 +150,8 @@ class TraceModel:
         InputError
             A run that was not seen, or a number that cannot be.
         GraphError
-            `layers` is asked of a run whose ops name none. No step comes to an end that has its communication, or the ranks' copies would have nothing in common.
+            Layers are asked of a run whose ops name none; no step comes to an end that has its communication; or the
+            ranks' copies would have nothing in common.
         """
         layout = self._layout(like, np.random.default_rng([_whole("seed", seed), 0]))
         _positive("layers", layers)
