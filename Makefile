@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: gallery help env demo test lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets tables picture constraints
+.PHONY: gallery help env demo test lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets outputs tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -56,7 +56,7 @@ warm: env # compile the kernels once, before test workers would each do it
 	@$(BIN)/python -m lumos_nb._jit
 
 browser: # the browser of tests/test_browser.py, where it is missing and apt may be used
-	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
 		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { $(CHROMIUM) || { apt-get update -qq && $(CHROMIUM); }; } \
 	} >/dev/null || echo "no Chromium, and apt installs none here: the tests of panels in a browser will be skipped"
 
@@ -90,6 +90,10 @@ calibrations: env ## fit the bundled calibrations again, in two minutes
 
 surcharges: env ## fit what a step costs beyond its kernels again, on ../shared/measured, in ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fit_surcharges
+
+outputs: env ## the outputs that 01 and 05 keep, which make test compares
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/01_*.ipynb notebooks/05_*.ipynb
+	$(BIN)/nbstripout --extra-keys metadata.language_info notebooks/01_*.ipynb notebooks/05_*.ipynb
 
 tables: env ## the tables of README.md and docs, from the JSON files
 	$(BIN)/python -m benchmarks.rows

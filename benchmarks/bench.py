@@ -14,7 +14,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import TRACES, bench_chakra, bench_execution, bench_graph, bench_load, bench_replay, bench_search
+from benchmarks import (
+    TRACES,
+    bench_chakra,
+    bench_execution,
+    bench_graph,
+    bench_load,
+    bench_panels,
+    bench_replay,
+    bench_search,
+)
 from benchmarks.rows import RESULTS, Row, record
 from lumos_nb import datasets
 from lumos_nb.critical_path import replay
@@ -81,6 +90,7 @@ def main() -> None:
     folder = shared if shared.is_dir() else datasets.path("gpt-ddp")
     rows = [*pipeline_rows(folder), *bench_graph.rows(), *bench_load.rows(os.environ.get("HTA_PYTHON"))]
     rows += [*bench_replay.rows(), *cost_rows(), *bench_search.rows(), *bench_execution.rows(), *bench_chakra.rows()]
+    rows += bench_panels.rows()
     record(RESULTS, rows)
     for row in rows:
         print(f"{row.name:45} {row.value:14.6g} {row.unit:14} {row.baseline} {row.baseline_value or ''} {row.target}")

@@ -35,7 +35,7 @@ ARGUMENTS = (
 
 def chromium() -> str | None:
     """The browser of this machine, if it has one."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 
 
 @contextmanager

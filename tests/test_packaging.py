@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 PACKAGE = sorted((ROOT / "lumos_nb").rglob("*.py"))
-CONDA_NAMES = {"torch": "pytorch", "isal": "python-isal", "playwright": "playwright-python"}  # where conda-forge has another name
+# Where conda-forge has another name.
+CONDA_NAMES = {"torch": "pytorch", "isal": "python-isal", "playwright": "playwright-python"}
 
 # The only modules that may need an extra when they are imported.
 NEED_EXTRAS = ("bench.py", "binding.py")  # and the packages of charts and widgets
