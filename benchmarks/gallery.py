@@ -187,6 +187,11 @@ GALLERY = {
         "charts.timeline(ln.replay(graph))",
         lambda: charts.timeline(result("gpt-ddp"), width_px=760),
     ),
+    "dependencies": Entry(
+        "What waits for what in fifteen milliseconds of it?",
+        "charts.dependencies(result, window_ns=(23_000_000, 38_000_000))",
+        lambda: charts.dependencies(result("gpt-ddp"), window_ns=(23_000_000, 38_000_000), width_px=900),
+    ),
     "timeline_window": Entry(
         "And in three milliseconds of it?",
         "charts.timeline(result, window_ns=(20_000_000, 23_000_000))",

@@ -16,6 +16,7 @@ from lumos_nb.charts.costs import interval_check as interval_check
 from lumos_nb.charts.costs import learning_curve as learning_curve
 from lumos_nb.charts.costs import roofline as roofline
 from lumos_nb.charts.costs import sweeps as sweeps
+from lumos_nb.charts.dependencies import dependencies as dependencies
 from lumos_nb.charts.estimates import agreement as agreement
 from lumos_nb.charts.estimates import layouts as layouts
 from lumos_nb.charts.estimates import pareto as pareto
