@@ -284,3 +284,8 @@ def test_ranks_and_groups_of_a_folder(tmp_path):
     (tmp_path / "job" / "gpt.groups.json").write_text("[1]")
     with pytest.raises(ChakraError, match="write groups as"):
         ln.chakra.read_groups(tmp_path / "job")
+
+
+def test_a_misspelt_name_is_told_what_there_is():
+    with pytest.raises(AttributeError, match=r"^ln\.chakra has no 'reed_file'; it has .*read_file"):
+        _ = ln.chakra.reed_file

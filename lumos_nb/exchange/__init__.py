@@ -12,7 +12,8 @@ def on_first_use(namespace: dict[str, object], module_of: Mapping[str, str]) -> 
 
     def load(name: str) -> object:
         if name not in module_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            called = f"ln.{package.rpartition('.')[2]}"
+            raise AttributeError(f"{called} has no {name!r}; it has {', '.join(module_of)}.", name=name)
         value: object = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
         namespace[name] = value
         return value

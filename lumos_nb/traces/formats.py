@@ -22,7 +22,7 @@ READERS = {
 }
 """Format -> module and function that reads it; a function takes a path and returns a `Trace`."""
 
-_CHAKRA = "the Chakra reader (lumos_nb.exchange.chakra) takes it"
+_CHAKRA = "ln.chakra.to_graph makes a graph of it, ln.chakra.read_file a table"
 
 MAGIC = (
     (rb"SQLite format 3\0", NSYS),
@@ -63,7 +63,7 @@ REFUSED_KEYS = (
     (
         {"schema", "nodes"},
         "a PyTorch execution trace",
-        "load_execution_trace (lumos_nb.traces.execution_trace) takes it",
+        "ln.load_execution_trace takes it",
     ),
     ({"workload_graph"}, "a Chakra trace as JSON", _CHAKRA),
 )

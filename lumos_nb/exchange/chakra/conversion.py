@@ -128,7 +128,9 @@ class RankFiles:
             raise InputError(f"target is {target!r}; it may be None or 'astra-sim'.")
         graph = source if isinstance(source, Graph) else getattr(source, "graph", None)
         if not isinstance(graph, Graph):
-            raise InputError(f"this writes a Graph or an estimate, not a {type(source).__name__}.")
+            raise InputError(
+                f"this writes a graph or an estimate, not a {type(source).__name__}: ln.build_graph makes one."
+            )
         layout = getattr(source, "layout", None)
         layout = layout if isinstance(layout, Parallelism) else None
         nodes = nodes_of(graph, latencies=target is None, rings=layout is not None)
@@ -193,7 +195,7 @@ def _met(nodes: pl.DataFrame, *, complete: bool) -> dict[str, list[list[int]]]:
                 there = size[name, rank]
                 raise ChakraError(
                     f"group {name} of rank {rank} has {stated} ranks, of which {there} are in the graph; a simulator "
-                    "needs them all: fill_ranks adds those without a trace."
+                    "needs them all: ln.fill_ranks adds those without a trace."
                 )
     return {name: [sorted(one) for one in sets] for name, sets in found.items()}
 

@@ -141,7 +141,7 @@ def write_file(nodes: Nodes, path: str | Path) -> Path:
     >>> write_file(Nodes.of(pl.DataFrame({"id": [1], "name": ["gemm"], "dur_us": [120]})), "one.0.et")  # doctest: +SKIP
     """
     if not isinstance(nodes, Nodes):
-        raise ChakraError(f"this writes Nodes, not a {type(nodes).__name__}: Nodes.of(table) makes them.")
+        raise ChakraError(f"this writes Nodes, not a {type(nodes).__name__}: ln.chakra.Nodes.of(table) makes them.")
     path = Path(path)
     opened: Callable[..., IO[bytes]] = igzip.open if path.suffix == ".gz" else open
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix

@@ -57,7 +57,8 @@ def to_graph(path: str | Path) -> Graph:
         needs, row = needed.select("needs", "dst").row(0)
         of = f"node {job.nodes['id'][row]} of {job.nodes['file'][row]}"
         raise ChakraError(
-            f"{path}: {of} depends on node {needs}, which is not there ({len(needed)} such); `validate` lists them all."
+            f"{path}: {of} depends on node {needs}, which is not there ({len(needed)} such): "
+            "ln.chakra.validate lists them all."
         )
     ops = _ops(job)
     edges = _dependencies(job, ops)

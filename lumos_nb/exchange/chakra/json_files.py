@@ -183,7 +183,7 @@ def read_json(path: Path) -> Nodes:
         document = msgspec.json.decode(text, type=_Document, strict=False)
         return _nodes(document, document.nodes)
     except (ValueError, OverflowError, TypeError, RecursionError) as error:  # msgspec's are ValueErrors
-        raise ChakraError(f"{path} is no JSON of Chakra nodes: {error}; `write_file` writes such.") from error
+        raise ChakraError(f"{path} is no JSON of Chakra nodes: {error}; ln.chakra.write_file writes such.") from error
     except ChakraError as error:
         raise ChakraError(f"{path}: {error}") from error
 

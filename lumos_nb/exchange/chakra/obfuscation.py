@@ -152,7 +152,7 @@ def obfuscate(source: str | Path | Nodes | Graph | Estimated, policy: Policy | N
     """
     policy = Policy() if policy is None else policy
     if not isinstance(policy, Policy):
-        raise InputError(f"policy is a {type(policy).__name__}; give a Policy.")
+        raise InputError(f"policy is a {type(policy).__name__}; give a ln.chakra.Policy.")
     ranks, groups = _read(source)
     rng = np.random.default_rng(policy.seed)
     tables = pl.concat(nodes.table.with_columns(pl.lit(rank).alias("rank")) for rank, nodes in ranks.items())
