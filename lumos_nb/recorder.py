@@ -6,6 +6,7 @@ The phases follow one another, each in steps of its own, because each disturbs w
     capture.json         hardware, versions, arguments, phases
     groups.json          process group name -> global ranks
     steps.csv            rank, step, wall_ns, cpu_ns of the timed steps
+    device-<r>.csv       activity and power of the GPU at the end of these, where pynvml is there
     rank-<r>.json.gz     Kineto trace, ProfilerStep#<k> round every step
     rank-<r>.et.json.gz  execution trace
 
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
+from lumos_nb.device_activity import write_activity
 from lumos_nb.errors import CaptureError
 from lumos_nb.job import barrier, describe_machine, gather, groups, world
 from lumos_nb.labels import label_collectives
@@ -74,8 +76,8 @@ class _Timed:
 
     name = "timed"
 
-    def __init__(self, steps: int, device: str) -> None:
-        self.steps, self.device = steps, device
+    def __init__(self, steps: int, device: str, rank: int, activity: Path) -> None:
+        self.steps, self.device, self.rank, self.activity = steps, device, rank, activity
         self.marks: list[tuple[Any, int]] = []
 
     def start(self) -> None:
@@ -98,6 +100,7 @@ class _Timed:
         import torch
 
         if self.device == "cuda":
+            write_activity(self.activity, self.rank)
             torch.cuda.synchronize()
 
     def rows(self) -> list[tuple[int, int, int]]:
@@ -403,7 +406,7 @@ def capture(
     et = path / f"rank-{rank}.et.json.gz"
     phases: list[Phase] = [
         _WarmUp(warmup),
-        _Timed(timed, device),
+        _Timed(timed, device, rank, path / f"device-{rank}.csv"),
         _Traced(steps, path / f"rank-{rank}.json.gz", device, annotate, record_shapes, et if paired else None),
         _Executed(0 if paired else executed, et, annotate),
     ]

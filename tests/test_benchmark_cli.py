@@ -13,6 +13,7 @@ from tests.test_cli import printed
 from tests.trace_builder import Trace, repeated, write_kineto
 
 PAIRED = ln.datasets.path("gpt-single-paired")
+PROGRAM = {"bench.py", "binding.py", "device_activity.py"}
 QUICK = ("--device", "cpu", "--iterations", "2", "--warmup", "0")
 
 
@@ -24,7 +25,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_program_is_generated_run_and_compared(program, tmp_path, capfd):
-    assert {path.name for path in program.iterdir()} == {"README.md", "bench.py", "binding.py", "workload.json"}
+    assert {path.name for path in program.iterdir()} == {*PROGRAM, "README.md", "workload.json"}
     assert cli.main(["benchmark", "run", str(program), "--", *QUICK, "--profile", str(tmp_path / "out")]) == 0
     text = capfd.readouterr().out  # torch's profiler writes to standard error
     assert text.startswith("512 calls")

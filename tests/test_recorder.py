@@ -172,7 +172,7 @@ def test_step_times_are_of_the_steps(tmp_path: Path) -> None:
     assert not (tmp_path / "x" / "rank-0.et.json.gz").exists()
 
 
-def test_on_a_device_steps_are_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_steps_are_timed_by_its_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock_ms = iter([10.0, 12.5, 12.75])
     calls: list[str] = []
 
@@ -189,12 +189,16 @@ def test_on_a_device_steps_are_timed_by_its_events(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
-    timed = recorder._Timed(2, "cuda")
+    for name, value in (("utilization", 90), ("memory_usage", 45), ("power_draw", 350_000)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: calls.append("NVML") or value)
+    timed = recorder._Timed(2, "cuda", 1, tmp_path / "device-1.csv")
     timed.start()
     timed.step()
     timed.step()
     timed.stop()
-    assert calls == ["synchronize", "record", "record", "record", "synchronize"]  # none between the steps
+    asked = ["NVML"] * 3  # while the device is still at work
+    assert calls == ["synchronize", "record", "record", "record", *asked, "synchronize"]  # none between the steps
+    assert (tmp_path / "device-1.csv").read_text().split() == ["rank,sm_share,memory_share,power_w", "1,0.9,0.45,350.0"]
     assert [(step, wall_ns) for step, wall_ns, _ in timed.rows()] == [(0, 2_500_000), (1, 250_000)]
 
 

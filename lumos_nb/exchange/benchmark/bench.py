@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lumos_nb.device_activity import write_activity
 from lumos_nb.exchange.benchmark.binding import Bench, Run, Unusable
 
 
@@ -131,13 +132,15 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[tuple[int, int]]:
     measure(program, arguments.warmup, arguments.device, lambda: None)
     times = measure(program, arguments.iterations, arguments.device, lambda: None)
     if arguments.profile:
+        if arguments.device == "cuda":
+            rank = int(os.environ.get("RANK", "0"))
+            write_activity(arguments.profile / f"device-{rank}.csv", rank)
         profile(program, arguments.device, arguments.profile, times)
     if not dist.is_initialized() or dist.get_rank() == 0 or dist.get_backend() == "fake":
         for (name, reason), count in sorted(bench.stand_ins.items()):
             print(f"stand-in for {count} x {name}: {reason}")
-        print(
-            f"{len(program)} calls, {statistics.median(wall for wall, _ in times) / 1e6:.3f} ms an iteration (median)"
-        )
+        wall_ms, cpu_ms = (statistics.median(side) / 1e6 for side in zip(*times, strict=True))
+        print(f"{len(program)} calls; an iteration takes {wall_ms:.3f} ms, {cpu_ms:.3f} ms of processor time (medians)")
     return times
 
 

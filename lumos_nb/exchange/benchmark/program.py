@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import polars as pl
 
+from lumos_nb import device_activity
 from lumos_nb.display import text_table
 from lumos_nb.errors import BenchmarkError, InputError
 from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP
@@ -18,8 +19,8 @@ from lumos_nb.exchange.benchmark.tables import Workload, workload
 from lumos_nb.traces.execution_trace import ExecutionTrace, is_execution_trace
 from lumos_nb.traces.files import files_of
 
-RUNNER = ("bench.py", "binding.py")
-"""Files of this package that make the program; they need each other and torch."""
+RUNNER = [*(Path(__file__).with_name(name) for name in ("bench.py", "binding.py")), Path(device_activity.__file__)]
+"""Modules that make the program; they need each other and torch."""
 
 
 def generate(trace: ExecutionTrace | str | Path, out: str | Path, *, rank: int | None = None, **how: Any) -> Workload:
@@ -62,8 +63,8 @@ def generate(trace: ExecutionTrace | str | Path, out: str | Path, *, rank: int |
     for old in (*folder.glob("workload*.json"), *folder.glob("indices*.bin")):
         old.unlink()
     for part in RUNNER:
-        text = Path(__file__).with_name(part).read_text(encoding="utf-8")
-        (folder / part).write_text(text.replace(f"from {__package__}.", "from "), encoding="utf-8")
+        text = part.read_text(encoding="utf-8").replace(f"from {__package__}.", "from ")
+        (folder / part.name).write_text(text.replace("from lumos_nb.", "from "), encoding="utf-8")
     for one in made:
         suffix = "" if len(made) == 1 else f"-{one.table['source']['rank']}"
         (folder / f"workload{suffix}.json").write_bytes(msgspec.json.encode(one.table))

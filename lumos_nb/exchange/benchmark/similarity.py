@@ -28,10 +28,10 @@ FIGURES = {
     "low": pl.Float64(),
     "high": pl.Float64(),
 }
-_SAMPLES = "device-*.csv"
-_SAMPLED = (
-    ("SM activity", "sm_share", "share"),
-    ("memory activity", "memory_share", "share"),
+_ACTIVITY = "device-*.csv"
+_TOLD = (
+    ("SMs active", "sm_share", "share"),
+    ("memory active", "memory_share", "share"),
     ("power", "power_w", "W"),
 )
 _FORMATS = {"ns": format_ns, "bytes": format_bytes, "share": format_share, "W": "{:.0f} W".format, "": "{:,.0f}".format}
@@ -52,8 +52,8 @@ class Similarity:
     figures
         `figure`, `unit`, `original`, `replayed`, `ratio`; of the step's time also `low` and `high` of the ratio (95 %,
         bootstrapped over the steps). Only what both have is there: operator and kernel time, launches, collectives,
-        bytes and time in them; how busy devices are and how full their SMs; and what was sampled, where both folders
-        have `device-*.csv`.
+        bytes and time in them; how busy devices are and how full their SMs; and what NVML said of activity and power,
+        where both folders have `device-*.csv`.
     coverage_by_count, coverage_by_time
         The share of the original's operators, and of their time, that the benchmark calls too, by name.
     distance
@@ -191,9 +191,9 @@ class _Side:
         """Medians of how busy devices are."""
         return device_use(self.run).select(pl.col("busy_share", "occupancy_share").median())
 
-    def sampled(self, column: str) -> float | None:
-        """The mean of what was sampled of the device; None where nothing was."""
-        files = self.files(_SAMPLES)
+    def told(self, column: str) -> float | None:
+        """What NVML said of the devices, in the mean; None where it was not asked."""
+        files = self.files(_ACTIVITY)
         found = pl.concat([pl.read_csv(file) for file in files])[column].mean() if files else None
         return None if found is None else float(found)  # type: ignore[arg-type]
 
@@ -253,13 +253,13 @@ def _sums(both: pl.DataFrame) -> Iterator[_Figure]:
 
 
 def _shares(ours: _Side, theirs: _Side) -> Iterator[_Figure]:
-    """How busy devices are by the traces, and by what was sampled."""
+    """How busy devices are by the traces, and by NVML."""
     used = ours.use(), theirs.use()
     for figure, column in (("kernels run", "busy_share"), ("SM occupancy, estimated", "occupancy_share")):
         a, b = (one[column].item() for one in used)
         if a is not None and b is not None:
             yield figure, "share", float(a), float(b), None, None
-    for figure, column, unit in _SAMPLED:
-        a, b = ours.sampled(column), theirs.sampled(column)
+    for figure, column, unit in _TOLD:
+        a, b = ours.told(column), theirs.told(column)
         if a is not None and b is not None:
-            yield f"{figure}, sampled", unit, a, b, None, None
+            yield f"{figure}, NVML", unit, a, b, None, None
