@@ -269,11 +269,13 @@ def _staged(depth: int) -> Step:
 
 
 def main() -> None:
-    """Say what the corpus holds, or make as many layouts as asked and say how long that took."""
-    names = [*layouts()]
-    chosen = names[:: max(1, len(names) // int(sys.argv[1]))] if len(sys.argv) > 1 else names
+    """Say what the corpus holds; given a number, make about so many dry runs of all kinds and say how long it takes."""
+    sources = (measured_corpus(), dry_corpus())
+    if len(sys.argv) > 1:
+        names = [*layouts()]
+        sources = (dry_corpus(names[:: max(1, len(names) // int(sys.argv[1]))]),)
     rows = []
-    for source in (measured_corpus(), dry_corpus(chosen)):
+    for source in sources:
         began = time.perf_counter()
         for name, graphs in source:
             ops = pl.concat([graph.ops.select("rank", "dur_ns") for graph in graphs])
@@ -281,8 +283,10 @@ def main() -> None:
             about = {"run": name, "graphs": len(graphs), "ranks": ops["rank"].n_unique(), "ops": len(ops)}
             rows.append({**about, "timed": timed, "seconds": time.perf_counter() - began})
             began = time.perf_counter()
+    table = pl.DataFrame(rows)
     with pl.Config(tbl_rows=len(rows), fmt_str_lengths=60):
-        print(pl.DataFrame(rows))
+        print(table)
+    print(f"{table['graphs'].sum()} graphs, {table['seconds'].sum() / table['graphs'].sum():.2f} s each")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from lumos_nb.exchange.chakra.ngrams import NGrams
 from lumos_nb.exchange.chakra.sequence_net import SequenceNet
 from lumos_nb.exchange.chakra.skeletons import TRIES, Layout, kinds_of, roles_of
 from lumos_nb.exchange.chakra.speaking import Said, Speaker, deepened, speak
-from lumos_nb.exchange.chakra.word_draws import Places, Spot, Told
-from lumos_nb.exchange.chakra.word_graphs import Op, assembled
+from lumos_nb.exchange.chakra.word_draws import Places, Told
+from lumos_nb.exchange.chakra.word_graphs import assembled
 from lumos_nb.exchange.chakra.words import Meeting, Step, Word
 from lumos_nb.graph import Graph
 from lumos_nb.schema import require
@@ -167,22 +167,17 @@ class TraceModel:
             )
         deep = {role: deepened(sentence, self.words, layers) for role, sentence in spoken.items()}
         grown, place = layout.grown(meetings, copies, message_size)
-        met, parts = dict[int, list[int]](), dict[int, list[Spot]]()
         base = len(layout.roles)
+        parts = dict[int, list[Said]]()
         for rank in range(base * copies):
             own = [place[i, rank // base] for i, meeting in enumerate(meetings) if rank % base in meeting.ranks]
             sentence = deep[layout.roles[rank % base]]
-            met[rank] = [own[said.meeting] if said.meeting >= 0 else -1 for said in sentence]
-            parts[rank] = [
-                Spot(said, self.words[said.word], grown[at] if at >= 0 else None)
-                for said, at in zip(sentence, met[rank], strict=True)
-            ]
-        drawn = self.places.draw(layout.run, parts, base, rng)
-        ops = {
-            rank: [Op(s.word, s.said.layer, at, d) for s, at, d in zip(part, met[rank], drawn[rank], strict=True)]
+            parts[rank] = [said._replace(meeting=own[said.meeting]) if said.meeting >= 0 else said for said in sentence]
+        seen = {
+            rank: self.places.draw((layout.run, rank % base), part, self.words, grown, rng)
             for rank, part in parts.items()
         }
-        return assembled(ops, grown)
+        return assembled(parts, seen, self.words, grown)
 
     def bits(self, graphs: Sequence[Graph], like: str | None = None) -> pl.DataFrame:
         """Bits a word of steps that were not learned from.

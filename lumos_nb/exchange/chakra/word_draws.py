@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import polars as pl
-from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 from scipy.special import ndtr, ndtri
@@ -34,14 +33,6 @@ class Told(NamedTuple):
     words: list[int]
     sentence: Sentence
     meetings: Sequence[Meeting]
-
-
-class Spot(NamedTuple):
-    """A word of a generated sentence, with its meeting."""
-
-    said: Said
-    word: Word
-    meeting: Meeting | None
 
 
 class Line(NamedTuple):
@@ -115,7 +106,7 @@ class Places:
             for word, nth, seen, about, at in zip(
                 words, times(words), sentence.seen, sentence.words, sentence.meeting, strict=True
             ):
-                unit_ns = _unit_ns(lines, run, about, meetings[at] if at >= 0 else None)
+                unit_ns = _unit_ns(lines, run, about, meetings, at)
                 drawn = seen._replace(dur_ns=seen.dur_ns / unit_ns)
                 for key in _keys(run, rank, word, nth):
                     pools.setdefault(key, []).append(drawn)
@@ -123,21 +114,26 @@ class Places:
         ordered = {key: Pool(np.sort([each.dur_ns for each in seen]), seen) for key, seen in pools.items()}
         return cls(ordered, lines, _in_common(rows))
 
-    def draw(self, run: str, parts: Mapping[int, Sequence[Spot]], base: int, rng: Generator) -> dict[int, list[Seen]]:
-        """What the words of every rank take and hang on; the first `base` ranks were seen, others are copies."""
-        return {rank: self._rank(run, rank % base, part, rng) for rank, part in parts.items()}
-
-    def _rank(self, run: str, rank: int, part: Sequence[Spot], rng: Generator) -> list[Seen]:
+    def draw(
+        self,
+        place: tuple[str, int],
+        part: Sequence[Said],
+        vocabulary: Sequence[Word],
+        meetings: Sequence[Meeting],
+        rng: np.random.Generator,
+    ) -> list[Seen]:
+        """What the words of a rank's sentence take and hang on, as a rank of a run (`place`) was seen."""
         own = (1 - self.of_rank) ** 0.5 * rng.standard_normal(len(part))
         quantiles = ndtr(own + self.of_rank**0.5 * rng.standard_normal())
         there: Counter[tuple[str, str]] = Counter()
         drawn = []
-        for (said, word, meeting), quantile, pick in zip(part, quantiles, rng.random(len(part)), strict=True):
-            pools = [self.pools[key] for key in _keys(run, rank, said.word, said.nth) if key in self.pools]
+        for said, quantile, pick in zip(part, quantiles, rng.random(len(part)), strict=True):
+            word = vocabulary[said.word]
+            pools = [self.pools[key] for key in _keys(*place, said.word, said.nth) if key in self.pools]
             fitting = (found for pool in pools if (found := _possible(pool.seen, pick, there)))
             seen = next(fitting, None) or pools[0].seen[0]._replace(links=())
-            dur_ns = _unit_ns(self.lines, run, word, meeting) * _hazen(pools[0].dur_ns, quantile)
-            drawn.append(seen._replace(dur_ns=dur_ns))
+            unit_ns = _unit_ns(self.lines, place[0], word, meetings, said.meeting)
+            drawn.append(seen._replace(dur_ns=unit_ns * _hazen(pools[0].dur_ns, quantile)))
             there[word.kind, word.lane] += 1
         return drawn
 
@@ -146,11 +142,13 @@ def _keys(run: str, rank: int, word: int, nth: int) -> tuple[tuple[object, ...],
     return (run, rank, word, nth), (run, word), (word,)
 
 
-def _unit_ns(lines: Mapping[tuple[str, str], Line], run: str, word: Word, meeting: Meeting | None) -> float:
+def _unit_ns(
+    lines: Mapping[tuple[str, str], Line], run: str, word: Word, meetings: Sequence[Meeting], at: int
+) -> float:
     """In which unit durations are drawn: what the run's line says of a transfer, a nanosecond of all else."""
-    if meeting is None or word.kind != "comm":
+    if at < 0 or word.kind != "comm":
         return 1.0
-    return lines.get((run, meeting.collective), Line(0.0, 1.0)).time_ns(meeting) or 1.0
+    return lines.get((run, meetings[at].collective), Line(0.0, 1.0)).time_ns(meetings[at]) or 1.0
 
 
 def _possible(seen: Sequence[Seen], pick: float, there: Mapping[tuple[str, str], int]) -> Seen | None:

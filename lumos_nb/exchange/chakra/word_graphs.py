@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import polars as pl
 
 from lumos_nb._replay_plan import Plan
 from lumos_nb.errors import GraphError
+from lumos_nb.exchange.chakra.speaking import Said
 from lumos_nb.exchange.chakra.words import MESSAGE, MESSAGES, Meeting, Seen, Word
 from lumos_nb.graph import Graph
 from lumos_nb.schema import EDGES, OPS
 
 STEP = 1
 """The step of a generated graph; what was going on before it is of the one before."""
-
-
-class Op(NamedTuple):
-    """A word as it is to be."""
-
-    word: Word
-    layer: int  # -1: none
-    meeting: int  # -1: none
-    seen: Seen
 
 
 @dataclass
@@ -43,8 +35,15 @@ class Build:
         return len(self.rows) - 1
 
 
-def assembled(ranks: Mapping[int, Sequence[Op]], meetings: Sequence[Meeting]) -> Graph:
+def assembled(
+    ranks: Mapping[int, Sequence[Said]],
+    seen: Mapping[int, Sequence[Seen]],
+    vocabulary: Sequence[Word],
+    meetings: Sequence[Meeting],
+) -> Graph:
     """The graph of every rank's words; each meeting's arrivals lead to a join, and that to all its transfers.
+
+    `seen` holds what each word takes and hangs on.
 
     Raises
     ------
@@ -54,28 +53,34 @@ def assembled(ranks: Mapping[int, Sequence[Op]], meetings: Sequence[Meeting]) ->
     build = Build()
     groups = {ranks: str(i) for i, ranks in enumerate(sorted({m.ranks for m in meetings if m.collective != MESSAGE}))}
     met: dict[tuple[int, int], tuple[list[int], list[int]]] = {}  # meeting, how manieth time -> arrivals, transfers
-    for rank, ops in ranks.items():
-        rows = _add_rank(build, rank, ops, meetings, groups)
+    for rank, part in ranks.items():
+        rows = _add_rank(build, rank, zip(part, seen[rank], strict=True), vocabulary, meetings, groups)
         times: Counter[tuple[int, bool]] = Counter()
-        for row, op in zip(rows, ops, strict=True):
-            if op.meeting >= 0:
-                moves = op.word.kind != "event"
-                met.setdefault((op.meeting, times[op.meeting, moves]), ([], []))[moves].append(row)
-                times[op.meeting, moves] += 1
+        for row, said in zip(rows, part, strict=True):
+            if said.meeting >= 0:
+                moves = vocabulary[said.word].kind != "event"
+                met.setdefault((said.meeting, times[said.meeting, moves]), ([], []))[moves].append(row)
+                times[said.meeting, moves] += 1
     for (meeting, _), (arrivals, transfers) in sorted(met.items()):
         join_ranks(build, meetings[meeting], groups, arrivals, transfers)
     return finished(build)
 
 
 def _add_rank(
-    build: Build, rank: int, ops: Sequence[Op], meetings: Sequence[Meeting], groups: Mapping[tuple[int, ...], str]
+    build: Build,
+    rank: int,
+    ops: Iterable[tuple[Said, Seen]],
+    vocabulary: Sequence[Word],
+    meetings: Sequence[Meeting],
+    groups: Mapping[tuple[int, ...], str],
 ) -> list[int]:
     rows: list[int] = []
     last: dict[str, int] = {}
     of_kind: dict[tuple[str, str], list[int]] = {}
     sequence: Counter[tuple[str, bool]] = Counter()
-    for word, layer, meeting, seen in ops:
-        comm = communication(meetings[meeting], rank, groups) if meeting >= 0 else {}
+    for said, seen in ops:
+        word = vocabulary[said.word]
+        comm = communication(meetings[said.meeting], rank, groups) if said.meeting >= 0 else {}
         if comm:
             pair = f"{comm['collective']} {comm['group']} {comm['peer']}", word.kind != "event"
             comm["comm_seq"] = sequence[pair]
@@ -84,7 +89,7 @@ def _add_rank(
         row = build.add(
             rank=rank, step=STEP - (word.kind == "boundary"), lane=lane, kind=word.kind, name=word.name,
             device=0 if word.lane.startswith("stream") else None, dur_ns=round(seen.dur_ns), phase=word.phase,
-            layer=str(layer) if layer >= 0 else None, flops=seen.flops, bytes=seen.bytes, **comm,
+            layer=str(said.layer) if said.layer >= 0 else None, flops=seen.flops, bytes=seen.bytes, **comm,
         )  # fmt: skip
         build.unlinked += not seen.links and lane in last
         for link in seen.links:
