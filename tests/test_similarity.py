@@ -101,6 +101,14 @@ def test_the_verdict_rests_on_steps_that_nothing_was_attached_to(times_us, word,
     assert benchmark.compare(tmp_path / "a", tmp_path / "b").figures["original"][0] == 1_000_000
 
 
+@pytest.mark.parametrize("text", ["", "rank,step\n0,1\n", "rank,step,wall_ns\n0,1,soon\n", "\x00\xff"])
+def test_a_damaged_table_of_times_is_named(text, tmp_path):
+    write_kineto(repeated(lambda t, _n, at: t.op("aten::mm", at, at + 10)), tmp_path / "rank-0.json")
+    (tmp_path / "steps.csv").write_text(text, encoding="latin-1")
+    with pytest.raises(RunError, match=r"steps\.csv is no table of numbers with the columns step, wall_ns"):
+        benchmark.compare(tmp_path, tmp_path)
+
+
 def test_a_slowest_rank_makes_the_step_and_ranks_add_up_in_the_rest():
     ranks = [repeated(lambda t, _n, at: t.op("aten::mm", at, at + 10), rank=rank) for rank in range(2)]
     similar = benchmark.compare(run_of(*ranks), run_of(ranks[0]))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lumos_nb.costs.names import kernel_families
 from lumos_nb.costs.operators import OPERATORS, operator_key
 from lumos_nb.display import format_bytes, format_ns, format_share, html_table, text_table
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, RunError
 from lumos_nb.exchange.benchmark.steps import AMOUNTS, KEY, device_use, marked_steps, step_rows, typical
 from lumos_nb.traces.run import Run, load_run
 
@@ -133,7 +133,7 @@ def compare(original: Run | str | Path, replayed: Run | str | Path) -> Similarit
     Raises
     ------
     RunError
-        A run has no marked step.
+        A run has no marked step, or the files beside it are damaged.
     InputError
         It is neither a run nor the path of one.
 
@@ -172,15 +172,21 @@ class _Side:
         self.folder = None if isinstance(source, Run) else Path(source)
         self.rows = typical(step_rows(self.run))
 
-    def files(self, pattern: str) -> list[Path]:
-        return [] if self.folder is None or not self.folder.is_dir() else sorted(self.folder.glob(pattern))
+    def table(self, pattern: str, *columns: str) -> pl.DataFrame:
+        """Columns of numbers of all the folder's files of that name; without rows if there is none."""
+        rows = [pl.DataFrame(schema=dict.fromkeys(columns, pl.Float64()))]
+        for file in sorted(self.folder.glob(pattern)) if self.folder and self.folder.is_dir() else []:
+            try:
+                rows.append(pl.read_csv(file).select(pl.col(columns).cast(pl.Float64)).drop_nulls())
+            except (pl.exceptions.PolarsError, UnicodeDecodeError) as error:
+                raise RunError(f"{file} is no table of numbers with the columns {', '.join(columns)}.") from error
+        return pl.concat(rows)
 
     def timed_ns(self) -> NDArray[np.float64] | None:
         """Times of the steps that nothing was attached to; None where none are known."""
-        if not (files := self.files("steps*.csv")):
-            return None
-        times = pl.concat([pl.read_csv(file) for file in files]).group_by("step").agg(pl.col("wall_ns").max())
-        return times.sort("step")["wall_ns"].to_numpy().astype(np.float64)
+        rows = self.table("steps*.csv", "step", "wall_ns")
+        times = rows.group_by("step").agg(pl.col("wall_ns").max()).sort("step")["wall_ns"]
+        return times.to_numpy() if len(times) else None
 
     def traced_ns(self) -> NDArray[np.float64]:
         """Times of the profiled steps."""
@@ -193,9 +199,8 @@ class _Side:
 
     def told(self, column: str) -> float | None:
         """What NVML said of the devices, in the mean; None where it was not asked."""
-        files = self.files(_ACTIVITY)
-        found = pl.concat([pl.read_csv(file) for file in files])[column].mean() if files else None
-        return None if found is None else float(found)  # type: ignore[arg-type]
+        found = self.table(_ACTIVITY, column)[column]
+        return float(found.sum()) / len(found) if len(found) else None
 
 
 def _pairs(*names: str) -> list[str]:
