@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: gallery help env demo test lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets outputs tables picture constraints
+.PHONY: gallery notebooks docs help env demo test lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets outputs tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -36,7 +36,7 @@ env: .venv/.installed ## the environment, in .venv
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --constraint constraints.txt \
-		--editable '.[cluster,notebook,pandas,torch]' --group dev
+		--editable '.[cluster,notebook,pandas,torch]' --group dev --group docs
 	@touch $@
 
 demo: env ## the main job on a bundled run, printed
@@ -71,10 +71,12 @@ fuzz: env ## 2,000 mutations of each of ten trace files, an hour or two
 
 accuracy: env ## predicted against measured, of what ../shared has too: benchmarks/accuracy.json and its tables
 	$(BIN)/python -m benchmarks.accuracy
+	$(BIN)/python -m benchmarks.benchmark_programs
 	$(BIN)/python -m benchmarks.rows
 
 bench: env ## speed, on the largest run at hand: benchmarks/results.json and its tables
 	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m benchmarks.benchmark_programs --speed
 	$(BIN)/python -m benchmarks.rows
 
 lookups: env ## samples of lookups in embedding tables alone, in 3 minutes; of a GPU with DEVICE=cuda
@@ -100,6 +102,14 @@ tables: env ## the tables of README.md and docs, from the JSON files
 
 gallery: env ## every chart in light and dark: build/gallery
 	$(BIN)/python -m benchmarks.gallery
+
+notebooks: env $(NOTEBOOKS:%.ipynb=build/%.html) ## every notebook executed and rendered: build/notebooks
+
+build/notebooks/%.html: notebooks/%.ipynb | env
+	$(BIN)/python -m benchmarks.site $<
+
+docs: notebooks gallery ## the documentation site, with notebooks, gallery and reference: build/site
+	$(BIN)/python -m benchmarks.site
 
 picture: env ## docs/picture.png, which README.md shows
 	$(BIN)/python -m benchmarks.picture

@@ -41,8 +41,16 @@ def test_it_ends_in_asserts_and_then_says_what_it_ran_with(cells):
     assert session.metadata["tags"] == ["nbval-ignore-output"]
 
 
-def test_it_stores_no_output(cells):
-    assert [cell.outputs for cell in code(cells) if cell.outputs or cell.execution_count] == []
+def test_it_stores_no_output_but_what_is_compared(cells):
+    kept = [cell for cell in code(cells) if cell.source.startswith("# NBVAL_CHECK_OUTPUT")]
+    assert [cell.outputs for cell in code(cells) if cell not in kept and (cell.outputs or cell.execution_count)] == []
+    assert all([output.output_type for output in cell.outputs] == ["stream"] for cell in kept)
+
+
+def test_it_leaves_something_to_do_and_says_where_to_go_on(cells):
+    words = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    assert sum("**Try it:**" in text for text in words) == 1
+    assert words[-1].startswith(("Next: ", "Back"))
 
 
 def test_the_index_lists_every_notebook():
