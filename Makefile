@@ -50,7 +50,7 @@ lint: env ## ruff, mypy, the order of imports, notebooks without outputs
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/nbstripout --verify $(NOTEBOOKS) $(wildcard app/*.ipynb)
+	$(BIN)/nbstripout --keep-count --verify $(NOTEBOOKS) $(wildcard app/*.ipynb)
 
 warm: env # compile the kernels once, before test workers would each do it
 	@$(BIN)/python -m lumos_nb._jit
@@ -94,8 +94,7 @@ surcharges: env ## fit what a step costs beyond its kernels again, on ../shared/
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fit_surcharges
 
 outputs: env ## the outputs that 01 and 05 keep, which make test compares
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/01_*.ipynb notebooks/05_*.ipynb
-	$(BIN)/nbstripout --extra-keys metadata.language_info notebooks/01_*.ipynb notebooks/05_*.ipynb
+	$(BIN)/python -m benchmarks.notebook_outputs notebooks/01_*.ipynb notebooks/05_*.ipynb
 
 tables: env ## the tables of README.md and docs, from the JSON files
 	$(BIN)/python -m benchmarks.rows
