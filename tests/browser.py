@@ -114,7 +114,7 @@ def browser() -> Iterator[Browser]:
 
 def page_of(running: Browser, outside: list[str]) -> Page:
     """A page that reaches this machine alone; what else it asks for is added to `outside`."""
-    page = running.new_page(viewport={"width": 1400, "height": 1000})
+    page = running.new_page(viewport={"width": 1400, "height": 1300})
     page.set_default_timeout(1000 * PATIENCE_S)
 
     def route(asked: Route) -> None:

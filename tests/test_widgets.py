@@ -192,6 +192,12 @@ def test_a_configuration_is_estimated_and_what_cannot_be_is_said() -> None:
     titles = " ".join(str(data) for data in shown(panel))
     assert "Memory at its peak" in titles
     assert "rank 0 before" in titles
+    panel.controls["model"].value = "gpt3-13b"
+    own = ln.Transformer.named("gpt3-13b")
+    assert (panel.controls["layers"].value, panel.controls["hidden"].value) == (own.layers, own.hidden)
+    assert panel.result is None, "learned positions: seq 4096 is beyond them"
+    panel.controls["seq"].value = own.max_seq
+    assert panel.result.model == own
 
 
 def test_tables_are_placed_and_the_lines_make_the_same_plan() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -12,13 +11,13 @@ import polars as pl
 
 from lumos_nb import charts
 from lumos_nb.critical_path import Result, replay
-from lumos_nb.errors import InputError, LumosError, require_kinds
+from lumos_nb.errors import InputError, require_kinds
 from lumos_nb.findings import inner_steps, neighbours, op_at
 from lumos_nb.graph import Recording, build_graph
 from lumos_nb.partition import breakdown, compare
 from lumos_nb.traces.run import Run
 from lumos_nb.widgets.linked import LinkedChart
-from lumos_nb.widgets.panel import BELOW, MOST_ROWS, WIDE, WIDTH_PX, Panel, Shown, choice
+from lumos_nb.widgets.panel import BELOW, MOST_ROWS, WIDE, WIDTH_PX, Controls, Panel, Shown, choice
 
 NS_PER_MS = 1_000_000
 ALONE, NO_OP = "none", -1
@@ -66,7 +65,7 @@ class _Explorer(Panel):
         self._fitted: tuple[str, int] | None = None
         self._overview_has: tuple[Any, ...] = ()
         self._timeline_has: tuple[Any, ...] = ()
-        self._single, self._fitting = single, False
+        self._single = single
         names = [*runs]
         window = ui.FloatRangeSlider(max=1e9, step=0.001, readout_format=".1f", continuous_update=False, style=WIDE)
         window.description = "window (ms)"
@@ -81,35 +80,23 @@ class _Explorer(Panel):
         for name in ("run", "beside") if single else ():
             controls[name].layout.display = "none"
         drawn = [self._overview, self._timeline]
-        super().__init__(controls, self._results, self._shown, self._as_code, between=drawn)
+        super().__init__(controls, self._results, self._shown, self._as_code, fit=self._follow, between=drawn)
 
     def _steps(self, run: str) -> list[int]:
         return inner_steps(self._recordings[run])["step"].to_list()
 
-    def update(self) -> None:
-        """As of any panel, once steps, ranks and window are those of the run and its step."""
-        if self._fitting:
+    def _follow(self, controls: Controls) -> None:
+        run, step, ranks, window, op = (controls[name] for name in ("run", "step", "ranks", "window", "op"))
+        if [*step.options] != self._steps(run.value):
+            step.options = self._steps(run.value)
+        if (run.value, step.value) == self._fitted:
             return
-        self._fitting = True
-        try:
-            with suppress(LumosError):  # a step without a graph: the update says why
-                self._fit(self.controls["run"].value)
-        finally:
-            self._fitting = False
-        super().update()
-
-    def _fit(self, run: str) -> None:
-        step, ranks, window, op = (self.controls[name] for name in ("step", "ranks", "window", "op"))
-        if [*step.options] != self._steps(run):
-            step.options = self._steps(run)
-        if (run, step.value) == self._fitted:
-            return
-        result = self._replayed(run, step.value)
+        result = self._replayed(run.value, step.value)
         ranks.options = tuple(result.ops["rank"].unique().sort())
         ranks.value = ranks.options
         window.max = round(result.makespan_ns / NS_PER_MS, 3)
         window.value, op.value = (0.0, window.max), NO_OP
-        self._fitted = (run, step.value)
+        self._fitted = (run.value, step.value)
 
     def _brush(self, between: tuple[float, float] | None) -> None:
         window = self.controls["window"]

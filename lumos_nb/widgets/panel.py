@@ -40,6 +40,8 @@ class Panel(ui.VBox):  # type: ignore[misc]
         What is displayed of a result, which it is called with, and with the controls' values.
     code
         The lines that make the same, of the controls' values.
+    fit
+        Called first, to give controls what follows from others; that makes nothing by itself.
     between
         Widgets of its own between the controls and what they make.
     button
@@ -53,11 +55,12 @@ class Panel(ui.VBox):  # type: ignore[misc]
         draw: Callable[..., Shown],
         code: Callable[..., str],
         *,
+        fit: Callable[[Controls], None] = lambda _: None,
         between: Sequence[ui.Widget] = (),
         button: str | None = None,
     ) -> None:
         self.controls, self.result = dict(controls), None
-        self._make, self._draw, self._lines = make, draw, code
+        self._make, self._draw, self._lines, self._fit, self._fitting = make, draw, code, fit, False
         self._area, self._code = ui.Output(), ui.HTML()
         grid = ui.Layout(grid_template_columns="repeat(auto-fill, minmax(310px, 1fr))")
         rows: list[ui.Widget] = [ui.GridBox([*self.controls.values()], layout=grid)]
@@ -85,12 +88,19 @@ class Panel(ui.VBox):  # type: ignore[misc]
 
     def update(self) -> None:
         """Make and display the result of the controls as they stand; a refusal is displayed as it says."""
+        if self._fitting:
+            return
         try:
+            self._fitting = True
+            self._fit(self.controls)
+            self._fitting = False
             values = self.values
             self.result = self._make(**values)
             shown = [_output(one) for one in self._draw(self.result, **values)]
         except LumosError as error:
             self.result, shown = None, [_output(str(error))]
+        finally:
+            self._fitting = False
         self._area.outputs = tuple(shown)  # at once, and from any thread
         self._tell()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,19 @@ from lumos_nb.graph import Graph, Recording
 from lumos_nb.layout import Cluster, Parallelism, Training
 from lumos_nb.partition import breakdown
 from lumos_nb.transformer import Transformer, models
-from lumos_nb.widgets.panel import BELOW, WIDE, WIDTH_PX, Panel, Shown, arguments, choice, literal, number, slider
+from lumos_nb.widgets.panel import (
+    BELOW,
+    WIDE,
+    WIDTH_PX,
+    Controls,
+    Panel,
+    Shown,
+    arguments,
+    choice,
+    literal,
+    number,
+    slider,
+)
 from lumos_nb.workloads.llm.estimates import Estimate, estimate
 from lumos_nb.workloads.llm.schedule import CHUNKS
 
@@ -148,14 +160,14 @@ def configure(model: str = "llama-3-8b", gpu: str = "H100-SXM-80GB", nodes: int 
         room = found.cluster.gpu_sheet.memory_bytes
         yield charts.memory_bars(found.memory, limit_bytes=room, width_px=WIDTH_PX).configure_legend(**BELOW)
 
-    return Panel(_configuration(model, gpu, nodes), make, draw, _configured_code)
+    return Panel(_configuration(model, gpu, nodes), make, draw, _configured_code, fit=_sizes_followed())
 
 
 def _configuration(model: str, gpu: str, nodes: int) -> dict[str, ui.ValueWidget]:
     sizes = [2**n for n in range(8)]
     named = [fabric.name for fabric in fabrics()]
     controls: dict[str, ui.ValueWidget] = {"model": choice("model", list(models()), model)}
-    controls |= {name: number(f"{name}, 0: own", 0) for name in OF_MODEL}
+    controls |= {name: number(name, 1, least=1) for name in OF_MODEL}
     controls |= {
         "gpu": choice("gpu", [sheet.name for sheet in gpus()], gpu),
         "nodes": number("nodes", nodes),
@@ -180,9 +192,23 @@ def _configured(values: Mapping[str, Any]) -> tuple[Transformer, Parallelism, Tr
     return model, Parallelism(**layout), Training(**train), Cluster(**cluster)
 
 
+def _sizes_followed() -> Callable[[Controls], None]:
+    """What gives the controls of sizes those of a model that was chosen."""
+    named: list[str] = []
+
+    def follow(controls: Controls) -> None:
+        if named != [controls["model"].value]:
+            named[:] = [controls["model"].value]
+            for name in OF_MODEL:
+                controls[name].value = getattr(Transformer.named(*named), name)
+
+    return follow
+
+
 def _other_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes in which the model is not the one that it is named after."""
-    sizes = {name: values[name] for name in OF_MODEL if values[name]}
+    own = Transformer.named(values["model"])
+    sizes = {name: values[name] for name in OF_MODEL if values[name] != getattr(own, name)}
     return sizes and {"name": f"{values['model']} with {arguments(sizes)}", **sizes}
 
 
