@@ -26,6 +26,7 @@ OBFUSCATE = """
 examples:
   lumos-nb chakra obfuscate out public                        nothing but structure, communication and times
   lumos-nb chakra obfuscate out public --shapes bucketed --scale secret --jitter 0.05
+  lumos-nb chakra obfuscate out public --merge chains         one node for compute that nothing comes between
 """
 CHAKRA_JSON = """
 examples:
@@ -76,6 +77,9 @@ def add_verbs(verbs: Verbs) -> None:
         "--scale", type=_time_scale, default=1.0, metavar="X", help="all times by X, or 'secret' (1)"
     )
     obfuscate.add_argument("--jitter", type=float, default=0.0, metavar="SHARE", help="each off by so much at most (0)")
+    obfuscate.add_argument(
+        "--merge", choices=["none", "chains"], default="none", help="chains of compute into one node"
+    )
     text = verb("json", _chakra_json, "a Chakra file as JSON, or JSON as a Chakra file", CHAKRA_JSON)
     text.add_argument("path", metavar="FROM", help=".et, .json or .jsonl, perhaps with .gz")
     text.add_argument("out", metavar="TO", help="likewise")
@@ -134,7 +138,7 @@ def _validate(arguments: argparse.Namespace) -> tuple[str, int]:
 def _obfuscate(arguments: argparse.Namespace) -> str:
     policy = chakra.Policy(
         names=arguments.names, scopes=arguments.scopes, shapes=arguments.shapes,
-        time_scale=arguments.scale, time_jitter=arguments.jitter,
+        time_scale=arguments.scale, time_jitter=arguments.jitter, merge=arguments.merge,
     )  # fmt: skip
     with progress() as say:
         say(f"obfuscating {arguments.path}")

@@ -58,8 +58,9 @@ def bytes_of(found: ln.chakra.Obfuscated, folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in found.write(folder))
 
 
-def test_nothing_original_survives_in_the_bytes(tmp_path):
-    found = ln.chakra.obfuscate(job(tmp_path), ln.chakra.Policy(seed=1))
+@pytest.mark.parametrize("merge", ["none", "chains"])
+def test_nothing_original_survives_in_the_bytes(tmp_path, merge):
+    found = ln.chakra.obfuscate(job(tmp_path), ln.chakra.Policy(seed=1, merge=merge))
     data = bytes_of(found, tmp_path / "out")
     text = data.decode("latin-1").lower()
     assert [secret for secret in SECRETS if secret.lower() in text] == []
@@ -136,8 +137,50 @@ def test_graphs_and_nodes_are_taken_and_the_report_says_what_is_left(tmp_path):
     assert len(one.ranks[0].table) == len(found.ranks[0].table)
 
 
+@pytest.mark.parametrize("name", ["gpt-tp", "gpt-pp", "gpt-single"])
+def test_merged_chains_take_as_long(tmp_path, name):
+    graph = ln.build_graph(ln.load_run(ln.datasets.path(name)))
+    whole, merged = (ln.chakra.obfuscate(graph, ln.chakra.Policy(merge=how, seed=1)) for how in ("none", "chains"))
+    assert sum(len(nodes.table) for nodes in merged.ranks.values()) < 0.1 * len(graph.ops)
+    for found, folder in ((whole, "whole"), (merged, "merged")):
+        found.write(tmp_path / folder)
+        assert ln.chakra.validate(tmp_path / folder).is_empty()
+    before, after = (ln.replay(ln.chakra.to_graph(tmp_path / folder)) for folder in ("whole", "merged"))
+    assert after.makespan_ns == before.makespan_ns
+    assert after.ops.group_by("rank").agg(pl.sum("dur_ns")).sort("rank").equals(
+        before.ops.group_by("rank").agg(pl.sum("dur_ns")).sort("rank")
+    )  # fmt: skip
+
+
+def test_chains_end_where_something_branches_off_or_comes_between(tmp_path):
+    """1 - 2 - 3 on a lane, of which another lane waits for 2; 5 - 6 - 7 on one lane beside 8, which is between them."""
+    lanes = {1: 7, 2: 7, 3: 7, 4: 9, 5: 11, 6: 11, 8: 11, 7: 11}
+    needs = {2: [1], 3: [2], 4: [2], 6: [5], 7: [6]}
+    table = pl.DataFrame({
+        "id": [*lanes], "stream": [*lanes.values()], "data_deps": [needs.get(id, []) for id in lanes],
+        "dur_us": [10 * id for id in lanes], "num_ops": [id if id < 6 else None for id in lanes],
+        "name": [f"k{id % 2}" for id in lanes],
+    })  # fmt: skip
+    found = ln.chakra.obfuscate(
+        ln.chakra.Nodes.of(table), ln.chakra.Policy(merge="chains", shapes="exact", names="kept")
+    )
+    kept = ("id", "name", "dur_us", "num_ops", "data_deps")
+    assert found.ranks[0].table.select(kept).rows() == [
+        (0, "merged", 30, 3, []), (1, "k1", 30, 3, [0]), (2, "k0", 40, 4, [0]), (3, "merged", 110, 5, []),
+        (4, "k0", 80, None, []), (5, "k1", 70, None, [3]),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "policy", [{"names": "none"}, {"shapes": 2}, {"time_scale": 0}, {"time_scale": float("nan")}, {"time_jitter": 1}]
+    "policy",
+    [
+        {"names": "none"},
+        {"merge": "all"},
+        {"shapes": 2},
+        {"time_scale": 0},
+        {"time_scale": float("nan")},
+        {"time_jitter": 1},
+    ],
 )
 def test_policies_that_say_nothing_are_refused(policy):
     with pytest.raises(InputError, match=next(iter(policy))):
@@ -145,5 +188,5 @@ def test_policies_that_say_nothing_are_refused(policy):
 
 
 def test_what_is_no_policy_is_refused(tmp_path):
-    with pytest.raises(InputError, match="give a Policy"):
+    with pytest.raises(InputError, match="give a ln.chakra.Policy"):
         ln.chakra.obfuscate(job(tmp_path), {"names": "kept"})

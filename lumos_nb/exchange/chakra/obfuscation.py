@@ -20,7 +20,9 @@ from lumos_nb.errors import InputError
 from lumos_nb.exchange.chakra.conversion import VERSION, Estimated, RankFiles
 from lumos_nb.exchange.chakra.files import rank_files, read_file, read_groups, write_ranks
 from lumos_nb.exchange.chakra.messages import COLLECTIVES
+from lumos_nb.exchange.chakra.ranks import Job
 from lumos_nb.exchange.chakra.tables import NODES, Nodes
+from lumos_nb.exchange.chakra.to_nodes import LAG
 from lumos_nb.graph import Graph
 
 _KEPT = (
@@ -51,6 +53,9 @@ class Policy:
         What all times are multiplied by; None draws it between a half and two.
     time_jitter
         By how much at most a duration is off, as a share of it; start times are left out then.
+    merge
+        "none", or "chains": compute nodes of a lane that nothing else comes between are one, which takes as long; so
+        nobody sees how many there were, how long each took, or of what kind.
     seed
         Of what is drawn; None takes the system's randomness, so that nobody can draw it again.
 
@@ -61,8 +66,8 @@ class Policy:
 
     Examples
     --------
-    >>> Policy(shapes="bucketed", time_jitter=0.05)
-    Policy(names='numbered', scopes='hidden', shapes='bucketed', time_scale=1.0, time_jitter=0.05, seed=None)
+    >>> Policy(shapes="bucketed", time_jitter=0.05).names
+    'numbered'
     """
 
     names: Literal["numbered", "kept"] = "numbered"
@@ -70,12 +75,14 @@ class Policy:
     shapes: Literal["hidden", "bucketed", "exact"] = "hidden"
     time_scale: float | None = 1.0
     time_jitter: float = 0.0
+    merge: Literal["none", "chains"] = "none"
     seed: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no policy can say."""
         allowed = {
             "names": ("numbered", "kept"), "scopes": ("hidden", "kept"), "shapes": ("hidden", "bucketed", "exact"),
+            "merge": ("none", "chains"),
         }  # fmt: skip
         for name, values in allowed.items():
             if getattr(self, name) not in values:
@@ -155,7 +162,8 @@ def obfuscate(source: str | Path | Nodes | Graph | Estimated, policy: Policy | N
         raise InputError(f"policy is a {type(policy).__name__}; give a ln.chakra.Policy.")
     ranks, groups = _read(source)
     rng = np.random.default_rng(policy.seed)
-    tables = pl.concat(nodes.table.with_columns(pl.lit(rank).alias("rank")) for rank, nodes in ranks.items())
+    job = Job.of(ranks, groups)
+    tables = _merged(job) if policy.merge == "chains" else job.nodes
     used = [*groups, *sorted({*tables["pg_name"].drop_nulls()} - set(groups))]
     numbers = {name: str(i) for i, name in enumerate(used)}
     scale = 2 ** rng.uniform(-1, 1) if policy.time_scale is None else policy.time_scale
@@ -173,6 +181,43 @@ def _read(source: str | Path | Nodes | Graph | Estimated) -> tuple[dict[int, Nod
         return {rank: read_file(file) for rank, file in rank_files(source).items()}, read_groups(source)
     files = RankFiles.of(source, None)
     return {rank: files.nodes(rank) for rank in files.tables}, files.groups
+
+
+def _merged(job: Job) -> pl.DataFrame:
+    """The nodes with each chain of compute as one: of what only the next one on its lane waits for, and that one."""
+    lane = (
+        pl.coalesce("lane", pl.format("{} {}", pl.col("stream").fill_null(0), pl.col("tid").fill_null(0))),
+        "is_cpu_op",
+    )
+    alike = pl.struct("rank", *lane, "step", "micro_batch")
+    plain = (pl.col("type") == "COMP_NODE") & (pl.col("kind").fill_null("") != LAG)
+    before = pl.when(plain & plain.shift(1).over(alike)).then(pl.col("row").shift(1).over(alike))
+    only = job.edges.unique(["src", "dst"]).with_columns(outs=pl.len().over("src"), ins=pl.len().over("dst"))
+    only = only.filter((pl.col("outs") == 1) & (pl.col("ins") == 1)).select("src", row="dst")
+    pairs = (
+        job.nodes[job.order].select("row", before=before).join(only, on="row").filter(pl.col("before") == pl.col("src"))
+    )
+    head = np.arange(len(job.nodes))
+    head[pairs["row"].to_numpy()] = pairs["src"].to_numpy()
+    for _ in range(len(head).bit_length()):
+        head = head[head]
+    nodes = job.nodes.with_columns(head=pl.Series(head))
+    ids = nodes.select("rank", "id", now=pl.col("id").gather(pl.col("head")))
+    first = pl.all().exclude("dur_us", *_COUNTS, "name", "kind", *_SHAPES).first()
+    several, same = pl.len() > 1, pl.col("name").n_unique() == 1
+    made = nodes.group_by("head", maintain_order=True).agg(
+        first, pl.sum("dur_us"), *(pl.when(pl.col(one).count() > 0).then(pl.sum(one)).alias(one) for one in _COUNTS),
+        *(pl.when(~several).then(pl.col(one).first()).alias(one) for one in _SHAPES),
+        name=pl.when(same).then(pl.col("name").first()).otherwise(pl.lit("merged")),
+        kind=pl.col("kind").sort_by("dur_us").last(),
+    )  # fmt: skip
+    for name in ("ctrl_deps", "data_deps"):
+        needs = (
+            made.select("row", "rank", id=name).explode("id").drop_nulls("id").join(ids, on=["rank", "id"], how="left")
+        )
+        now = needs.group_by("row").agg(pl.coalesce("now", "id").alias(name))
+        made = made.drop(name).join(now, on="row", how="left", maintain_order="left")
+    return made
 
 
 def _made(
@@ -274,6 +319,7 @@ def _report(nodes: pl.DataFrame, policy: Policy, groups: Mapping[str, list[int]]
         ("dependencies", f"all {nodes['data_deps'].list.len().sum():,}: the order of the work, and what can overlap"),
         ("names", f"{len(of_name):,} distinct, {words}"),
         ("repetition", f"one op {most:,} times: counts of layers, steps and micro-batches can be guessed"),
+        ("merged", "chains of compute: not how many ops, nor their times" if policy.merge == "chains" else "nothing"),
         ("scopes", "phase, layer and operator" if policy.scopes == "kept" else "none"),
         ("shapes", extents),
         ("network", f"{'; '.join(said) or 'no collective'}; sizes {sizes}"),
