@@ -22,9 +22,10 @@ examples:
 RUN = """
 examples:
   lumos-nb benchmark run bench/gpt                              what `benchmark generate` wrote
-  lumos-nb benchmark run runs/gpt -- --iterations 20 --only Optimizer.step --profile bench/out
+  lumos-nb benchmark run runs/gpt --options --iterations 20 --only Optimizer.step --profile bench/out
 
-What follows -- is for bench.py. Several ranks are launched with `torchrun bench.py`; here one runs, with fake peers.
+What follows --options is for bench.py. Several ranks are launched with `torchrun bench.py`; here one runs, with fake
+peers.
 """
 COMPARE = """
 examples:
@@ -54,7 +55,9 @@ def add_verbs(verb: AddVerb) -> None:
     )
     run = verb("run", _run, "run a benchmark, or the operators of an execution trace", RUN)
     run.add_argument("path", metavar="PATH", help="a generated folder, or an execution trace or a folder of them")
-    run.add_argument("arguments", nargs="*", metavar="OPTION", help="after --: what bench.py takes, such as --help")
+    run.add_argument(
+        "--options", nargs=argparse.REMAINDER, default=[], metavar="...", help="of bench.py, to the end of the line"
+    )
     compare = verb("compare", _compare, "whether a benchmark behaves like what it was made from", COMPARE)
     compare.add_argument("original", metavar="ORIGINAL", help="a capture, or another run with marked steps")
     compare.add_argument("replayed", metavar="REPLAYED", help="what bench.py --profile wrote")
@@ -91,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> str:
     with progress() as say, redirect_stdout(said):
         say(f"running {folder}")
         generated = folder.is_dir() and any(folder.glob("workload*.json"))
-        times = (_folder if generated else _trace)(folder, arguments.arguments)
+        times = (_folder if generated else _trace)(folder, arguments.options)
     if arguments.json:
         return as_json(times.to_dicts())
     return f"{said.getvalue()}\n{text_table(times)}"
@@ -110,7 +113,7 @@ def _folder(path: Path, options: list[str]) -> pl.DataFrame:
         times = main(options, path)
     except Unusable as error:
         raise BenchmarkError(str(error)) from error
-    except (ValueError, LookupError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise BenchmarkError(f"{path}: its workload.json is damaged ({error!r:.80}): generate it again.") from error
     rows = [(at, *both) for at, both in enumerate(times)]
     return pl.DataFrame(rows, schema=["iteration", "wall_ns", "cpu_ns"], orient="row")

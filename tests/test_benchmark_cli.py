@@ -26,7 +26,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_program_is_generated_run_and_compared(program, tmp_path, capfd):
     assert {path.name for path in program.iterdir()} == {*PROGRAM, "README.md", "workload.json"}
-    assert cli.main(["benchmark", "run", str(program), "--", *QUICK, "--profile", str(tmp_path / "out")]) == 0
+    assert cli.main(["benchmark", "run", str(program), "--options", *QUICK, "--profile", str(tmp_path / "out")]) == 0
     text = capfd.readouterr().out  # torch's profiler writes to standard error
     assert text.startswith("512 calls")
     assert text.count("\n") > 4  # and a table of the iterations
@@ -52,7 +52,7 @@ def test_what_is_generated_is_told_and_sizes_become_smaller(tmp_path, capfd):
 
 
 def test_a_trace_is_run_without_a_folder_and_the_times_are_json_alone(capfd):
-    arguments = ("--json", PAIRED, "--", *QUICK, "--only", "Optimizer.step")
+    arguments = (PAIRED, "--json", "--options", *QUICK, "--only", "Optimizer.step")
     times = json.loads(printed(capfd, "benchmark", "run", *arguments))
     assert [row["iteration"] for row in times] == [0, 1]
     assert min(row["wall_ns"] for row in times) > 0
@@ -93,9 +93,10 @@ def damaged(program, tmp_path) -> Path:
         pytest.param(["generate", PAIRED, __file__], "is a file: give a folder", id="a file for a folder"),
         pytest.param(["generate", PAIRED, "{tmp}", "--step", "99"], "step 99 is not in the trace", id="no such step"),
         pytest.param(["generate", PAIRED, "{tmp}", "--shrink", "4=0"], "shrink is {4: 0}", id="a size of 0"),
-        pytest.param(["run", "{program}", "--", "--only", "nothing"], "no call is chosen", id="nothing to run"),
-        pytest.param(["run", PAIRED, "--", "--only", "nothing"], "no call is chosen", id="nothing of a trace"),
-        pytest.param(["run", "{damaged}", "--", *QUICK], "workload.json is damaged", id="a damaged table"),
+        pytest.param(["run", "{program}", "--options", "--only", "nothing"], "no call is chosen", id="nothing to run"),
+        pytest.param(["run", PAIRED, "--options", "--only", "nothing"], "no call is chosen", id="nothing of a trace"),
+        pytest.param(["run", "{damaged}", "--options", *QUICK], "workload.json is damaged", id="a damaged table"),
+        pytest.param(["run", "{list}", "--options", *QUICK], "workload.json is damaged", id="a list for a table"),
         pytest.param(["compare", "absent", "absent"], "absent does not exist", id="no recording"),
         pytest.param(["compare", "{unmarked}", PAIRED], "no ProfilerStep mark", id="no step"),
         pytest.param(["select", PAIRED, "-k", "2"], "k is 2, of 1 items", id="too many"),
@@ -106,7 +107,13 @@ def test_an_error_is_one_line_and_the_exit_code_1(arguments, message, run, progr
     unmarked = Trace()
     unmarked.op("aten::mm", 0, 10)
     names = {"run": run, "program": program, "damaged": damaged, "tmp": tmp_path / "new"}
-    names |= {"unmarked": write_kineto(unmarked, tmp_path / "unmarked.json"), "et": next(PAIRED.glob("*.et.json.gz"))}
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list/workload.json").write_text("[]")
+    names |= {
+        "list": tmp_path / "list",
+        "unmarked": write_kineto(unmarked, tmp_path / "unmarked.json"),
+        "et": next(PAIRED.glob("*.et.json.gz")),
+    }
     given = [str(one).format(**names) if "{" in str(one) else str(one) for one in arguments]
     assert cli.main(["benchmark", *given]) == 1
     out, err = capfd.readouterr()
@@ -122,7 +129,7 @@ def test_an_error_is_one_line_and_the_exit_code_1(arguments, message, run, progr
         pytest.param([], id="no verb"),
         pytest.param(["generate", "runs/gpt"], id="no folder"),
         pytest.param(["generate", "runs/gpt", "out", "--shrink", "4096"], id="a size without a smaller one"),
-        pytest.param(["run", str(PAIRED), "--", "--iterations", "many"], id="an option that bench.py refuses"),
+        pytest.param(["run", str(PAIRED), "--options", "--iterations", "many"], id="an option that bench.py refuses"),
         pytest.param(["select", "runs/gpt"], id="no k"),
         pytest.param(["select", "runs/gpt", "-k", "2", "--by", "layer"], id="by what there is not"),
     ],
