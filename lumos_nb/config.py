@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from lumos_nb import datasets
+from lumos_nb.display import html_fields
 from lumos_nb.errors import InputError, SheetError
 
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
@@ -31,6 +32,9 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def to_json(self) -> str:
         """The sheet as JSON text; `read_sheet` takes it back."""
         return msgspec.json.format(msgspec.json.encode(self)).decode()
+
+    def _repr_html_(self) -> str:
+        return html_fields(self, f"Data sheet of {self.name}")
 
 
 class Gpu(Sheet, frozen=True, kw_only=True, forbid_unknown_fields=True):

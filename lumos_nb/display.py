@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import msgspec
     import polars as pl
 
 _TIME = ((1, "ns"), (1e3, "µs"), (1e6, "ms"), (1e9, "s"))
@@ -62,6 +63,18 @@ def html_table(frame: pl.DataFrame, *, caption: str = "", max_rows: int = 20) ->
     foot = f'<tfoot><tr><td colspan="{max(len(heads), 1)}">{more}</td></tr></tfoot>' if more else ""
     title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     return f"<table>{title}<thead>{line(heads, 'th')}</thead><tbody>{body}</tbody>{foot}</table>"
+
+
+def html_fields(one: msgspec.Struct, caption: str) -> str:
+    """Draw the fields of a struct as an HTML table, entries of a dictionary as rows; what is empty is left out."""
+    import polars as pl
+
+    rows = []
+    for name in one.__struct_fields__:
+        value = getattr(one, name)
+        entries = {f"{name}: {key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+        rows += [(key, _plain(each)) for key, each in entries.items() if each not in (None, (), "")]
+    return html_table(pl.DataFrame(rows, schema=["field", "value"], orient="row"), caption=caption, max_rows=60)
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:

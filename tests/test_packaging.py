@@ -38,7 +38,7 @@ def bounds(requirements: list[str]) -> dict[str, str]:
 
 REQUIRED = bounds(PROJECT["dependencies"])
 EXTRAS = bounds([line for lines in PROJECT["optional-dependencies"].values() for line in lines])
-DEVELOPMENT = bounds(PYPROJECT["dependency-groups"]["dev"])
+DEVELOPMENT = bounds([line for lines in PYPROJECT["dependency-groups"].values() for line in lines])
 DECLARED = REQUIRED | EXTRAS | DEVELOPMENT
 
 

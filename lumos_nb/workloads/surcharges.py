@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb import datasets
+from lumos_nb.display import html_fields
 from lumos_nb.errors import InputError
 from lumos_nb.layout import Cluster
 
@@ -103,6 +104,9 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     comm_slowed: float = 0.0
     apart: float = 0.0
     spread: float = 0.0
+
+    def _repr_html_(self) -> str:
+        return html_fields(self, "What a step costs beyond the prices of its rows: factors, and times in us")
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
