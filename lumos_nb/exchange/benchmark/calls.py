@@ -275,12 +275,12 @@ def choose(nodes: list[Node], composite: Callable[[str], bool | None]) -> list[N
     return sorted(chosen, key=lambda node: node.id)
 
 
-_FREE = {*BOOKKEEPING_OPS, "aten::record_stream"}
+FREE = {*BOOKKEEPING_OPS, "aten::record_stream"}
 """Operators that compute nothing, and cannot be called apart from what they keep track of."""
 
 
 def _is_called(node: Node, uses: Uses, composite: Callable[[str], bool | None]) -> bool:
-    if node.kind != "operator" or node.op in _FREE:
+    if node.kind != "operator" or node.op in FREE:
         return False
     if node.wrapper or uses.wraps(node):
         node.wrapper = True

@@ -16,7 +16,7 @@ import polars as pl
 from lumos_nb.display import format_bytes, format_share, html_table, text_table
 from lumos_nb.embedding_tables import BINS, complete_tables, reused_indices, zipf_indices
 from lumos_nb.errors import InputError
-from lumos_nb.exchange.benchmark.calls import Node, Tensor, choose, read_nodes, tensors_of
+from lumos_nb.exchange.benchmark.calls import FREE, Node, Tensor, choose, read_nodes, tensors_of
 from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP, Communications
 from lumos_nb.exchange.benchmark.dataflow import STAND_IN, Call, Dataflow, Slot
 from lumos_nb.exchange.benchmark.hiding import hidden
@@ -53,8 +53,13 @@ class Workload:
         end, in the original.
     notes
         `what` was assumed, and the `count` of it.
-    operator_ns
-        Time in the trace's outermost operators; null without a profile.
+    coverage, time_coverage
+        The share of the trace's operators, and of the time in them (None without a profile), that is covered: an
+        operator is if it is called, or within one that is, or if it has parts and all of them are covered. Stand-ins
+        cover nothing.
+    called_share
+        The share of operator time in the calls themselves; the rest of what is covered is the own time of operators
+        whose parts are called, dispatch and the profiler's. None without a profile.
     indices
         Numbers that lookups of embedding tables read, where they were drawn; int64.
     """
@@ -62,31 +67,10 @@ class Workload:
     table: dict[str, Any]
     calls: pl.DataFrame
     notes: pl.DataFrame
-    operator_ns: int | None
+    coverage: float
+    time_coverage: float | None
+    called_share: float | None
     indices: np.ndarray
-
-    @property
-    def coverage(self) -> float:
-        """The share of the trace's operators that calls stand for; stand-ins stand for none."""
-        covered, total = (int(rows["operators"].sum()) for rows in (self.calls.filter(reason=""), self.calls))
-        return covered / total if total else 0.0
-
-    @property
-    def time_coverage(self) -> float | None:
-        """The share of operator time that no stand-in takes the place of; None without a profile.
-
-        Composites whose parts are called in their place count whole: they do nothing but call these.
-        """
-        if not self.operator_ns:
-            return None
-        return 1 - float(self.calls.filter(pl.col("reason") != "")["dur_ns"].sum()) / self.operator_ns
-
-    @property
-    def composite_share(self) -> float | None:
-        """The share of operator time that is composites' own, dispatch and the profiler's; None without a profile."""
-        if not self.operator_ns:
-            return None
-        return 1 - float(self.calls.filter(pl.col("operators") > 0)["dur_ns"].sum()) / self.operator_ns
 
     def _title(self) -> str:
         made = {slot for call in self.table["calls"] for slot in call["out"]}
@@ -173,14 +157,14 @@ def workload(
     if folder is not None and (about := folder / CAPTURE).is_file():
         profile = folder if profile is None else profile
         source["threads"] = int(msgspec.json.decode(about.read_bytes())["threads"])
-    timed = _call_table(calls)
-    operator_ns = None
+    timed, dur_ns = _call_table(calls), None
     if profile is not None:
-        timed, operator_ns = _timed(timed, nodes, link(found, profile, rank=rank).nodes)
+        timed, dur_ns = _timed(timed, nodes, link(found, profile, rank=rank).nodes)
+    shares = _coverage(nodes, {call.node.id: not call.reason for call in reversed(calls)}, dur_ns)
     indices = _draw(flow, tables, alpha)
     table = _table(flow, calls, source, talks.groups, timed["gap_ns"].to_list())
     notes = pl.DataFrame([*flow.notes.items()], schema={"what": pl.String(), "count": pl.Int64()}, orient="row")
-    return Workload(table, timed, notes, operator_ns, indices)
+    return Workload(table, timed, notes, *shares, indices)
 
 
 def _followed(nodes: list[Node], talks: Communications) -> Dataflow:
@@ -231,27 +215,56 @@ def _operators(node: Node, seen: set[int]) -> int:
     return below + 1 if node.kind == "operator" or node.kernel else 0
 
 
-def _timed(calls: pl.DataFrame, nodes: list[Node], linked: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    """The calls with their times in the original, and the time in its outermost operators."""
-    times = linked.group_by("node_id").agg(pl.col("dur_ns").median().cast(pl.Int64))
-    whole = linked.group_by("iteration").agg(pl.col("event_id").count()).sort("event_id", "iteration")["iteration"]
-    starts = linked.filter(pl.col("iteration") == whole.last()).select(
-        "node_id", start_ns="start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns")
-    )
-    first = pl.col("node_id").is_first_distinct()
-    found = calls.drop("dur_ns", "gap_ns").join(times, on="node_id", how="left", maintain_order="left")
-    found = found.join(starts, on="node_id", how="left", maintain_order="left")
-    before = pl.col("end_ns").cum_max().shift(1)
-    found = found.with_columns(
-        dur_ns=pl.when(first).then("dur_ns"), gap_ns=pl.when(first).then((pl.col("start_ns") - before).clip(0))
-    )
+def _timed(calls: pl.DataFrame, nodes: list[Node], linked: pl.DataFrame) -> tuple[pl.DataFrame, dict[int, int]]:
+    """The calls with their times and gaps in the original, and the time of each node in its median iteration."""
     outer = [node.id for node in nodes if _computes(node) and not any(map(_computes, node.above()))]
-    operator_ns = times.filter(pl.col("node_id").is_in(outer))["dur_ns"].sum()
-    return found.select(list(CALLS)), int(operator_ns)
+    each = linked.group_by("iteration").agg(
+        seen=pl.col("event_id").count(), ns=pl.col("dur_ns").filter(pl.col("node_id").is_in(outer)).sum()
+    )
+    whole = each.filter(pl.col("seen") >= 0.9 * pl.col("seen").max()).sort("ns", "iteration")
+    median = linked.filter(pl.col("iteration") == whole["iteration"][(len(whole) - 1) // 2])
+    dur_ns = {node: ns for node, ns in median.select("node_id", "dur_ns").iter_rows() if ns is not None}
+    first = calls.filter(pl.col("node_id").is_first_distinct()).select("call", "node_id")
+    steps = linked.filter(pl.col("iteration").is_in(whole["iteration"].implode())).join(first, on="node_id")
+    ended = (pl.col("start_ns") + pl.col("dur_ns")).cum_max().shift(1)
+    gaps = steps.sort("iteration", "call").with_columns(
+        gap_ns=(pl.col("start_ns") - ended).clip(0).over("iteration", order_by="call")
+    )
+    times = pl.DataFrame({"node_id": [*dur_ns], "dur_ns": [*dur_ns.values()]}, schema_overrides={"dur_ns": pl.Int64})
+    found = first.join(times, on="node_id", how="left").drop("node_id")
+    found = found.join(gaps.group_by("call").agg(pl.col("gap_ns").median().cast(pl.Int64)), on="call", how="left")
+    found = calls.drop("dur_ns", "gap_ns").join(found, on="call", how="left", maintain_order="left")
+    return found.select(list(CALLS)), dur_ns
 
 
 def _computes(node: Node) -> bool:
-    return node.kind == "operator" and not node.wrapper
+    return (node.kind == "operator" and not node.wrapper and node.op not in FREE) or node.kernel
+
+
+def _coverage(
+    nodes: list[Node], called: Mapping[int, bool], dur_ns: Mapping[int, int] | None
+) -> tuple[float, float | None, float | None]:
+    """Shares of operators, of their time, and of the time in calls; `called` says of nodes whether it is truly they."""
+    sums: dict[int, np.ndarray] = {}  # of each node with all below it: operators, covered; their time, covered, called
+    roots = [node for node in nodes if node.parent is None]
+    for node in reversed([one for root in roots for one in (root, *root.below())]):
+        below = sum((sums.pop(one.id) for one in node.children), np.zeros(5))
+        if _computes(node):
+            own_ns = (dur_ns or {}).get(node.id, 0)
+            if node.id in called:
+                is_true = called[node.id]
+                below = np.array([below[0] + 1, is_true * (below[0] + 1), own_ns, is_true * own_ns, is_true * own_ns])
+            else:
+                by_parts = 0 < below[0] == below[1]
+                below += [1, by_parts, own_ns - below[2], (own_ns - below[3]) * by_parts, 0]
+        sums[node.id] = below
+    count, covered, all_ns, covered_ns, called_ns = sum(sums.values(), np.zeros(5))
+    timed = dur_ns is not None and all_ns > 0
+    return (
+        float(covered / count) if count else 0.0,
+        float(covered_ns / all_ns) if timed else None,
+        float(called_ns / all_ns) if timed else None,
+    )
 
 
 def _draw(flow: Dataflow, tables: pl.DataFrame | None, alpha: float) -> np.ndarray:
