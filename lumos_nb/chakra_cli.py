@@ -8,6 +8,7 @@ from pathlib import Path
 import lumos_nb as ln
 from lumos_nb import generate_cli
 from lumos_nb.display import text_table
+from lumos_nb.errors import InputError
 from lumos_nb.exchange import chakra
 from lumos_nb.terminal import Verbs, as_json, load, progress, written_files
 
@@ -15,7 +16,7 @@ CONVERT = """
 examples:
   lumos-nb chakra convert runs/gpt out                        out/chakra.<rank>.et and out/chakra.groups.json
   lumos-nb chakra convert runs/gpt out --target astra-sim     refuses what that simulator would get wrong
-  lumos-nb chakra convert rank-0.json.gz out --execution-trace rank-0.et.json.gz
+  lumos-nb chakra convert runs/gpt out --execution-trace runs/gpt   call trees instead, where runs/gpt has both
 """
 VALIDATE = """
 examples:
@@ -62,7 +63,7 @@ def add_verbs(verbs: Verbs) -> None:
     convert.add_argument("run", metavar="RUN", help="a folder of traces, one file a rank, or one file")
     convert.add_argument("out", metavar="DIR", type=Path)
     convert.add_argument("--step", type=int, metavar="N", help="as the profiler counts; else the one of median length")
-    convert.add_argument("--execution-trace", metavar="ET", help="the call tree of this, with the times of the run")
+    convert.add_argument("--execution-trace", metavar="ET", help="the call trees of this, with the times of the run")
     validate = verb("validate", _validate, "what is wrong with a job's Chakra files", VALIDATE)
     validate.add_argument("path", metavar="PATH", help="a folder of files, one a rank, or one file")
     for one in (convert, validate):
@@ -112,9 +113,20 @@ def _convert(arguments: argparse.Namespace) -> str:
     with progress() as say:
         run = load(arguments.run, arguments.jobs, say)
         if arguments.execution_trace:
-            say(f"linking {arguments.execution_trace}")
-            linked = chakra.link(arguments.execution_trace, run)
-            written = chakra.write_ranks([(linked.rank, chakra.from_linked(linked))], arguments.out, "chakra", {})
+            if arguments.target or arguments.step is not None:
+                raise InputError(
+                    "--execution-trace has the whole profile and no simulator's checks: leave out the other."
+                )
+            ranks: list[int] = run.ranks["rank"].to_list()
+            groups: dict[str, list[int]] = {}
+            files = []
+            for rank in ranks:
+                say(f"linking rank {rank}")
+                linked = chakra.link(arguments.execution_trace, run, rank=rank if len(ranks) > 1 else None)
+                files.append((linked.rank, chakra.from_linked(linked)))
+                rows = linked.execution_trace.groups.select("group", "ranks").iter_rows()
+                groups |= {name: members or ranks for name, members in rows}
+            written = chakra.write_ranks(files, arguments.out, "chakra", groups)
         else:
             say("building the graph")
             graph = ln.build_graph(run, arguments.step)

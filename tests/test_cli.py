@@ -196,6 +196,14 @@ def test_an_execution_trace_is_converted_with_its_profile(tmp_path, capfd):
     nodes = ln.chakra.read_file(tmp_path / "out/chakra.0.et").table
     assert nodes["ctrl_deps"].list.len().sum() > 5000
     assert nodes.filter(name="gap").height > 0
+    folder = ln.datasets.path("gpt-ddp-paired")
+    printed(capfd, "chakra", "convert", folder, tmp_path / "two", "--execution-trace", folder)
+    assert ln.chakra.validate(tmp_path / "two").is_empty()
+    assert list(ln.chakra.rank_files(tmp_path / "two")) == [0, 1]
+    assert ln.chakra.read_groups(tmp_path / "two") == {"0": [0, 1]}
+    arguments = ["chakra", "convert", str(folder), str(tmp_path / "no"), "--execution-trace", str(folder)]
+    assert cli.main([*arguments, "--target", "astra-sim"]) == 1
+    assert "leave out the other" in capfd.readouterr().err
 
 
 H100 = ["--cluster", "gpu=H100-SXM-80GB", "inside=NVLink4-NVSwitch"]
