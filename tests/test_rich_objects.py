@@ -67,6 +67,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "linked": lambda: ln.chakra.link(datasets.path("gpt-single-paired"), datasets.path("gpt-single-paired")),
     "workload": lambda: ln.benchmark.workload(datasets.path("gpt-single-paired")),
     "similarity": lambda: ln.benchmark.compare(datasets.path("gpt-ddp-paired"), datasets.path("gpt-single-paired")),
+    "selection": lambda: ln.benchmark.select(run("gpt-ddp"), 2, by="step"),
 }
 
 
