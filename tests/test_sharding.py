@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from lumos_nb.costs.calibration import load_calibration
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.layout import Cluster
+from lumos_nb.workloads.dlrm.estimates import estimate_dlrm
 from lumos_nb.workloads.dlrm.heuristics import HEURISTICS, place_by_rule
+from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining
 from lumos_nb.workloads.dlrm.node_sharding import shard_over_nodes
 from lumos_nb.workloads.dlrm.plan import FIGURES, Plan
 from lumos_nb.workloads.dlrm.sharding import shard
@@ -211,6 +213,36 @@ def test_plans_over_nodes_keep_to_memory_and_columns_to_a_node(count, seed, room
     assert (rows["rows"] == rows["all"]).all()
     with pytest.raises(LayoutError, match="is summed up inside of nodes"):
         costs.price(plan)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_objective_is_never_worse_than_without_it(seed):
+    tables, costs = task(20, seed), costs_of(4)
+    plain = shard(tables, cluster(4), costs)
+    asked = []
+
+    def bytes_sent(plan: Plan) -> float:
+        asked.append(plan)
+        return float(plan.devices["output_dim"].max() + plan.total_us / 1e6)
+
+    least = shard(tables, cluster(4), costs, objective=bytes_sent)
+    assert bytes_sent(least) <= bytes_sent(plain)
+    assert bytes_sent(least) == min(map(bytes_sent, asked[:]))
+    assert any(one.frame.equals(plain.frame) for one in asked)
+    same = shard(tables, cluster(4), costs, objective=lambda plan: plan.total_us)
+    assert same.total_us <= plain.total_us
+    assert same.frame.equals(shard(tables, cluster(4), costs, objective=lambda plan: plan.total_us).frame)
+
+
+def test_the_step_s_time_can_be_the_objective():
+    tables, costs = task(12, 3).with_columns(dim=64), costs_of(4)
+    model, train = Dlrm(dense=13, bottom=(1024, 64), top=(64, 1)), DlrmTraining(global_batch=16384, launch_us=0)
+
+    def step_s(plan: Plan) -> float:
+        return estimate_dlrm(model, plan, train, cluster(4), lookups=Fused()).step_s
+
+    plain = step_s(shard(tables, cluster(4), costs, rounds=2))
+    assert step_s(shard(tables, cluster(4), costs, rounds=2, objective=step_s)) <= plain
 
 
 def test_one_node_has_no_plan_over_nodes():
