@@ -1,15 +1,16 @@
 """Steps of random DLRMs on this machine, predicted from calibration, beside measured: alone and on two ranks.
 
-    python -m benchmarks.dlrm_steps 1      alone, two minutes on a quiet machine
-    python -m benchmarks.dlrm_steps 2      on two ranks, three minutes
+    python -m benchmarks.dlrm_steps        writes its rows down; five minutes on a quiet machine
+    python -m benchmarks.dlrm_steps 1      one process alone, two minutes, or 2 ranks, three; rows are printed only
 
 Tasks are drawn by the rules of Lin et al. (TPDS 2024), scaled down to a core: 13 tables a rank, give or take 30 %, half
 of the tasks heavy (20 lookups a sample and table or more), widths of powers of two, four batch sizes. One process holds
 all of them, and they take turns in random order; a turn is a step that does not count and some that do. What is scored
 is the ratio to a model in the middle, median over rounds, then over launches, beside how far launches are apart. Alone
 it is one of processor time, which on a shared machine is wall time without what other processes took; on two ranks of
-the steps' wall time. Predictions know nothing of these measurements: kernels, collectives and lookups are those of the
-calibration. That interactions have a price of their own came after tasks of another seed had been seen.
+the steps' wall time. Predictions know nothing of these measurements: kernels, collectives, lookups and the host's time
+for each row are those of the calibration. That interactions have a price of their own came after tasks of another seed
+had been seen, and so did the host's time, which is what small steps were too short by.
 
 Baselines: FLOPs and bytes at the data sheet's rates; and the busiest stream alone, as if nothing waited.
 """
@@ -34,16 +35,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cpu_accuracy import by_sheet
-from benchmarks.rows import Row
+from benchmarks.rows import ACCURACY, Row, record
 from datasets import dlrm
 from lumos_nb import datasets as data
-from lumos_nb.costs.bench_fit import in_training
 from lumos_nb.costs.calibration import Calibration, load_calibration
 from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
-from lumos_nb.costs.fitting import fit_gpu
-from lumos_nb.costs.microbenchmark import measure_kernels
 from lumos_nb.costs.work import with_work
 from lumos_nb.embedding_tables import BINS, complete_tables, reuse_factor
+from lumos_nb.errors import CalibrationError
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.estimates import DlrmEstimate, estimate_dlrm
 from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining
@@ -168,7 +167,9 @@ def described(config: dlrm.DlrmConfig) -> pl.DataFrame:
 
 
 def estimated(config: dlrm.DlrmConfig, ranks: int, prices: Calibration, lookups: LookupModel) -> DlrmEstimate:
-    """The step of a task, from calibration alone: nothing overlaps, and the host is the device."""
+    """The step of a task, from calibration alone: nothing overlaps, and the host is the device, which it keeps."""
+    if prices.overheads is None:
+        raise CalibrationError(f"the calibration {prices.name} has no host overheads; run make calibrate.")
     tables = described(config)
     place = pl.DataFrame({"table": tables["table"], "device": owners(config, ranks)})
     kind: Any = config.interaction
@@ -178,7 +179,8 @@ def estimated(config: dlrm.DlrmConfig, ranks: int, prices: Calibration, lookups:
     )
     cluster = Cluster(gpu=prices.gpu, gpus_per_node=ranks, inside="loopback" if ranks > 1 else None)
     plan = Plan.of(tables, place, [64e9] * ranks)
-    return estimate_dlrm(model, plan, train, cluster, prices, lookups=lookups, surcharges=Surcharges())
+    host = Surcharges(gap_us={train.kernels: float(prices.overheads.cost([None], ["T1"])[0])})
+    return estimate_dlrm(model, plan, train, cluster, prices, lookups=lookups, surcharges=host)
 
 
 def plain_s(found: DlrmEstimate) -> float:
@@ -194,16 +196,11 @@ def plain_s(found: DlrmEstimate) -> float:
 
 
 @cache
-def prices() -> tuple[Calibration, LookupModel, str]:
-    """The bundled calibration of this kind of machine and its lookups; what it lacks is measured, as the note says."""
+def prices() -> tuple[Calibration, LookupModel]:
+    """The bundled calibration of this kind of machine and its lookups."""
     bundled, samples = load_calibration("cpu"), data.load("lookup-samples")
     assert isinstance(samples, pl.DataFrame)
-    lookups = PhysicalLookup.fit(samples, bundled.gpu)
-    if any(c.basis == "measured" and c.cell == "interaction fp32" for c in bundled.covered):
-        return bundled, lookups, "calibration as bundled"
-    own = in_training(measure_kernels(budget_s=25, families=["interaction"]))
-    made = fit_gpu(bundled.gpu, own.with_columns(licence=pl.lit("own"), model="group"), bundled)
-    return made, lookups, "interaction measured just now, for the bundled calibration has none"
+    return bundled, PhysicalLookup.fit(samples, bundled.gpu)
 
 
 # --- scored
@@ -231,7 +228,7 @@ def task_rows(ranks: int) -> Iterator[Row]:
     clock = "cpu_ns" if ranks == 1 else "wall_ns"
     turns = measured(ranks)
     truth = ratios(turns, clock)
-    made, lookups, how = prices()
+    made, lookups = prices()
     found = [estimated(config, ranks, made, lookups) for config in tasks(ranks)]
     ours, plain, stream = (
         Scores.of(np.array([of(one) for one in found]), truth["ratio"].to_numpy())
@@ -240,9 +237,7 @@ def task_rows(ranks: int) -> Iterator[Row]:
     spread = float(truth["spread"].median())  # type: ignore[arg-type]
     name = "dlrm_steps/" + ("one process" if ranks == 1 else f"{ranks} ranks, gloo")
     base_ms = turns.filter(task=0)[clock].median() / 1e6  # type: ignore[operator]
-    note = (
-        f"{len(found) - 1} random tasks, {turns['launch'].n_unique()} launches; {how}; base {base_ms:.1f} ms measured, "
-    )
+    note = f"{len(found) - 1} random tasks, {turns['launch'].n_unique()} launches; base {base_ms:.1f} ms measured, "
     note += f"{1e3 * found[0].step_s:.1f} ms predicted; mean {np.abs(ours.errors).mean():.1f} %, "
     note += f"signed {ours.errors.mean():+.1f} %; busiest stream {stream.geomean:.1f} %"
     target = "<= 6.0" if ranks == 1 else f"<= {spread:.1f}"
@@ -278,9 +273,12 @@ def dlrm_rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print the rows of so many ranks as the command line says, and how long it took."""
+    """Write the rows down, or print those of as many ranks as the command line says, and how long it took."""
     started = time.monotonic()
-    for row in task_rows(int(sys.argv[1])) if sys.argv[1:] else dlrm_rows():
+    rows = [*(task_rows(int(sys.argv[1])) if sys.argv[1:] else dlrm_rows())]
+    if not sys.argv[1:]:
+        record(ACCURACY, rows)
+    for row in rows:
         beside = f"{row.baseline} {row.baseline_value:.2f}" if row.baseline_value is not None else ""
         print(f"{row.name:46} {row.value:7.2f} {row.unit:3} {beside:24} noise {row.noise or 0:5.2f}  {row.note}")
     print(f"{time.monotonic() - started:.0f} s")

@@ -1,6 +1,6 @@
 """A DLRM's step with other batches and other tables, predicted from one trace of the base, beside measured.
 
-    python -m benchmarks.dlrm_traced
+    python -m benchmarks.dlrm_traced      writes its rows down; a minute on a quiet machine
 
 The base is recorded, then it and its variants take turns in one process, as in `dlrm_steps`. Predicted is the ratio of
 the rescaled, replayed step to the step as traced, the mean over traced steps but the first and last; lookups are priced
@@ -24,7 +24,7 @@ import polars as pl
 import torch
 
 from benchmarks.dlrm_steps import BUFFER_BYTES, LAUNCHES, STEPS, described, prices, ratios
-from benchmarks.rows import Row
+from benchmarks.rows import ACCURACY, Row, record
 from datasets import dlrm
 from lumos_nb.critical_path import replay
 from lumos_nb.graph import Graph, Recording, build_graph
@@ -85,7 +85,7 @@ def measured(launches: int = LAUNCHES, rounds: int = ROUNDS) -> tuple[pl.DataFra
 def traced_rows() -> Iterator[Row]:
     """Rows of `accuracy.json`."""
     turns, graphs = measured()
-    truth, (made, lookups, _) = ratios(turns, "cpu_ns"), prices()
+    truth, (made, lookups) = ratios(turns, "cpu_ns"), prices()
     tables, errors = described(BASE), []
     for (name, config), ratio, spread in zip(VARIANTS.items(), truth["ratio"], truth["spread"], strict=True):
         kept = {"tables": tables, "to_tables": described(config), "lookups": lookups, "calibration": made}
@@ -104,9 +104,10 @@ def traced_rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print the rows, and how long it took."""
-    started = time.monotonic()
-    for row in traced_rows():
+    """Write the rows down and print them, and how long it took."""
+    started, rows = time.monotonic(), [*traced_rows()]
+    record(ACCURACY, rows)
+    for row in rows:
         beside = f"{row.baseline} {row.baseline_value:.2f}" if row.baseline_value is not None else ""
         print(f"{row.name:38} {row.value:7.2f} {row.unit:3} {beside:36} noise {row.noise or 0:5.2f}  {row.note}")
     print(f"{time.monotonic() - started:.0f} s")

@@ -1,6 +1,6 @@
 """Steps of small transformers for language on this machine, predicted from a dry run and calibration, beside measured.
 
-    python -m benchmarks.nlp_steps
+    python -m benchmarks.nlp_steps      writes its rows down; three minutes on a quiet machine
 
 Models like BERT, GPT-2 and XLNet at four batch sizes, as in Lin et al. (TPDS 2024). A dry run (`ln.dry_run`, nothing is
 computed) lists the operators of a step with their shapes; the bundled calibration prices those that it has sizes for,
@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.cpu_accuracy import by_sheet
 from benchmarks.dlrm_steps import LAUNCHES, Scores, ratios
-from benchmarks.rows import Row
+from benchmarks.rows import ACCURACY, Row, record
 from datasets import nlp
 from lumos_nb import datasets as data
 from lumos_nb.costs.calibration import load_calibration
@@ -149,9 +149,10 @@ def nlp_rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    """Print the rows, and how long it took."""
-    started = time.monotonic()
-    for row in nlp_rows():
+    """Write the rows down and print them, and how long it took."""
+    started, rows = time.monotonic(), [*nlp_rows()]
+    record(ACCURACY, rows)
+    for row in rows:
         beside = f"{row.baseline} {row.baseline_value:.2f}" if row.baseline_value is not None else ""
         print(f"{row.name:30} {row.value:7.2f} {row.unit:3} {beside:24} noise {row.noise or 0:5.2f}  {row.note}")
     print(f"{time.monotonic() - started:.0f} s")

@@ -42,14 +42,18 @@ def source_of(about: Mapping[str, object]) -> str:
 
 
 class Clock:
-    """Times calls on one device; the smallest of several, in microseconds."""
+    """Times calls on one device; the smallest of several, in microseconds.
 
-    def __init__(self, device: str) -> None:
+    `flush_bytes` are written before a call that is not to find its operands in caches; twice the size of L2 if not
+    given.
+    """
+
+    def __init__(self, device: str, flush_bytes: int | None = None) -> None:
         import torch
 
         self.torch, self.device = torch, device
         l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else l2_bytes()
-        self.flush_bytes = 2 * l2
+        self.flush_bytes = flush_bytes or 2 * l2
         self._allocator = Allocator()
         self._scratch = torch.ones(self.flush_bytes // 4, device=device)
         self.empty_us, self.autograd_us = 0.0, 0.0
@@ -64,9 +68,9 @@ class Clock:
 
         self.states = STATES if device == "cpu" and self._allocator.known else STATES[:2]
 
-    def least(self, call: Call, state: str) -> float:
+    def least(self, call: Call, state: str, calls: int = CALLS) -> float:
         """The shortest of some calls, less what an empty one takes."""
-        return min((self._cuda if self.device == "cuda" else self._cpu)(call, state)) - self.empty_us
+        return min((self._cuda if self.device == "cuda" else self._cpu)(call, state, calls)) - self.empty_us
 
     def _prepare(self, state: str) -> None:
         if state == "fresh_us":
@@ -74,10 +78,10 @@ class Clock:
         if state != "warm_us":
             self._scratch.add_(1.0)
 
-    def _cpu(self, call: Call, state: str) -> list[float]:
+    def _cpu(self, call: Call, state: str, calls: int) -> list[float]:
         took: list[float] = []
         until = time.perf_counter() + STATE_S
-        while len(took) < CALLS and (len(took) < 2 or time.perf_counter() < until):
+        while len(took) < calls and (len(took) < 2 or time.perf_counter() < until):
             self._prepare(state)
             start = time.thread_time_ns()
             out = call()
@@ -85,9 +89,9 @@ class Clock:
             del out  # outside: a training step frees it later
         return took
 
-    def _cuda(self, call: Call, state: str) -> list[float]:
+    def _cuda(self, call: Call, state: str, calls: int) -> list[float]:
         cuda: Any = self.torch.cuda
-        pairs = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in range(CALLS)]
+        pairs = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in range(calls)]
         for first, last in pairs:
             cuda._sleep(400_000)  # cycles: the host gets ahead
             self._prepare(state)

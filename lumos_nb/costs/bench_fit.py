@@ -17,6 +17,7 @@ from lumos_nb.costs.bench_clock import l2_bytes
 from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
 from lumos_nb.costs.collectives import fit_collectives
 from lumos_nb.costs.fitting import fit_gpu
+from lumos_nb.costs.host import Overheads
 from lumos_nb.errors import CalibrationError
 from lumos_nb.number_formats import ELEMENT_BYTES
 
@@ -98,9 +99,11 @@ def in_training(kernels: pl.DataFrame) -> pl.DataFrame:
     """Samples of a CPU with the `time_us` that a training step sees: of each row's states the one that a step leaves.
 
     `fresh_us` where a layer's output is a block of `MAPPED_BYTES` or more: what forward keeps goes back to the
-    operating system after backward, so that each step has its pages anew. `warm_us` for the rest: an op's operands are
-    what the ops before it made, the optimizer goes through one parameter's tensors op by op and its temporaries are
-    handed on, and a step runs the same code again and again. A GPU's samples, and those without these states, stay.
+    operating system after backward, and comes back page by page. How much of it does depends on what else the process
+    has freed; where it does not, as in `benchmarks.dlrm_steps`, the output still is in no cache, and a product takes
+    about as long. `warm_us` for the rest: an op's operands are what the ops before it made, the optimizer goes through
+    one parameter's tensors op by op and its temporaries are handed on, and what the host takes to come back to an op is
+    apart (`bench_host`). A GPU's samples, and those without these states, stay.
 
     Examples
     --------
@@ -124,7 +127,11 @@ def in_training(kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def fit_recorded(
-    folder: str | Path, base: Calibration | None = None, *, sheet: Gpu | None = None, executor: Executor | str | None = None
+    folder: str | Path,
+    base: Calibration | None = None,
+    *,
+    sheet: Gpu | None = None,
+    executor: Executor | str | None = None,
 ) -> Calibration:
     """The calibration of a machine from what `record` wrote.
 
@@ -153,6 +160,8 @@ def fit_recorded(
     sheet = sheet or (read_sheet(file, Gpu) if file.exists() else find_gpu(kernels["gpu"][0]))
     rows = in_training(kernels).with_columns(licence=pl.lit("this package, MIT"), model="group")
     made = fit_gpu(sheet, rows, (base or load_calibration(GENERIC)).for_gpu(sheet), executor=executor)
+    if about.get("host"):
+        made = msgspec.structs.replace(made, overheads=msgspec.convert(about["host"], Overheads))
     if collectives is None:
         return made
     return msgspec.structs.replace(made, collectives=fit_collectives(collectives, folds=8))

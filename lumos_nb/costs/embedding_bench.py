@@ -126,16 +126,18 @@ class Sample:
         return [[next(stream) for stream in streams] for _ in range(VARIANTS)]
 
     def visit(self, buffer: Any, clock: Clock) -> None:
-        """One round's times."""
+        """One round's times: as in training, forward and backward take turns."""
         if buffer.is_cuda and has_fbgemm():
             forward, backward = fbgemm_calls(self.bags, self.batches(), buffer)
         else:
             size = sum(bag.rows * bag.dim for bag in self.bags)
             at = random.Random(self.seed).randrange(len(buffer) - size + 1) // 16 * 16  # at a cache line
             forward, backward = torch_calls(self.bags, self.batches(), buffer[at : at + size])
-        for call, times in ((forward, self.forward), (backward, self.backward)):
-            call()
-            times.append(max(clock.least(call, "time_us"), 0.001))
+        forward()
+        backward()
+        turns = [[clock.least(call, "time_us", calls=1) for call in (forward, backward)] for _ in range(CALLS)]
+        for times, took_us in zip((self.forward, self.backward), zip(*turns, strict=True), strict=True):
+            times.append(max(min(took_us), 0.001))
 
     def rows(self, number: int) -> Iterator[dict[str, object]]:
         """A row a table; the times are the call's."""

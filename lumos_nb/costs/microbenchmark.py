@@ -32,6 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import polars as pl
 
 from lumos_nb.config import Gpu, read_sheet
@@ -46,6 +47,7 @@ from lumos_nb.costs.bench_clock import (
     source_of,
 )
 from lumos_nb.costs.bench_fit import fit_recorded, held_out, machine_sheet, read_samples
+from lumos_nb.costs.bench_host import measure_host
 from lumos_nb.costs.bench_ops import FORWARD, OPS, Op, Tensors, cases, large_copy
 from lumos_nb.costs.bench_ranks import measure_collectives
 from lumos_nb.costs.bench_shapes import Case, models
@@ -276,6 +278,7 @@ def record(
         about[name] |= {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()} | ({} if whole else now)
     if whole:
         about["overhead"] = profiler_overhead() if device == "cpu" else _clocks()
+        about["host"] = msgspec.to_builtins(measure_host()) if device == "cpu" else None
     (out / "provenance.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
 
