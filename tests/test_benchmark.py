@@ -7,19 +7,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 import torch
+import torch.distributed as dist
 from gloo_ranks import run_ranks
 
 from benchmarks.captured_models import ALONE, ON_TWO
 from datasets.gpt import Gpt, GptConfig, loss_fn, make_batch
 from lumos_nb import benchmark
 from lumos_nb.errors import BenchmarkError, InputError
+from lumos_nb.exchange.benchmark import binding
 from lumos_nb.exchange.benchmark.binding import Bench, Unusable, dtype_of, find_op
+from lumos_nb.layout import Cluster
 from lumos_nb.recorder import capture
 
 TINY = GptConfig(layers=2, hidden=32, heads=2, vocab=96, seq=16, batch=2)
@@ -133,6 +137,25 @@ def test_tensors_that_share_memory_in_the_trace_share_it_in_the_program(tmp_path
     assert base.stride() == (4, 1)
 
 
+def test_operators_that_take_only_some_values_get_them(tmp_path: Path):
+    def picky() -> Callable[[], None]:
+        root, shares, found = torch.randn(2, 5, 5), torch.rand(6, 8), torch.rand(6, 8)
+        matrices = root @ root.mT + torch.eye(5)
+
+        def step() -> None:
+            torch.linalg.cholesky(matrices)
+            torch.nn.functional.binary_cross_entropy(shares, found)
+            torch.multinomial(shares, 2)
+            torch.bernoulli(found)
+
+        return step
+
+    made = benchmark.generate(captured(tmp_path / "picky", picky), tmp_path / "program")
+    assert {"aten::linalg_cholesky", "aten::multinomial"} <= {*made.calls["op"]}
+    assert made.coverage == 1
+    assert "stand-in" not in run(tmp_path / "program", "--iterations", "1", "--warmup", "0")
+
+
 def test_a_part_can_be_run_alone(gpt_capture: Path):
     def calls(*arguments: str) -> int:
         lines: list[str] = []
@@ -187,11 +210,112 @@ def test_programs_of_two_ranks_issue_the_same_collectives_on_both(tmp_path: Path
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
         done = subprocess.run(
-            [*command, str(folder / "bench.py"), "--device", "cpu", "--iterations", "2"],
+            [*command, str(folder / "bench.py"), *"--device cpu --iterations 2 --profile".split(), str(folder / "out")],
             capture_output=True, text=True, env=environment, timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert "stand-in" not in done.stdout
+        talks = benchmark.compare(tmp_path / kind, folder / "out").communication
+        assert talks.select("collective", "count", "bytes").rows() == [
+            ("all_reduce", 2 * len(issued[0]), talks["replayed_bytes"][0])
+        ]
+        assert talks["replayed_count"][0] == talks["count"][0]
+        assert talks["bytes"][0] > 0
+
+
+def mixed(rank: int, folder: Path) -> None:
+    """Of three ranks: all and a pair reduce, the pair exchanges messages, and rows go unevenly to all."""
+    pair, ones, own = dist.new_group([0, 1]), torch.ones(64), torch.ones(8)
+    rows = torch.arange(6.0).view(6, 1)
+    into = [[1, 1, 4], [2, 2, 2], [3, 3, 0]]  # rows from each rank to each other
+    back = torch.empty(sum(each[rank] for each in into), 1)
+
+    def step() -> None:
+        work = dist.all_reduce(ones, async_op=True)
+        own.mul_(0.5)
+        dist.all_to_all_single(back, rows, [each[rank] for each in into], into[rank])
+        work.wait()
+        if rank < 2:
+            dist.all_reduce(own, group=pair)
+            message = dist.isend(own, 1) if rank == 0 else dist.irecv(own, 0)
+            message.wait()
+
+    with capture(folder / "mixed", steps=1, warmup=1, timed=1, device="cpu") as recorder:
+        for _ in recorder.wrap(range(recorder.total_steps)):
+            step()
+
+
+def launched(folder: Path, ranks: int, port: int) -> list[str]:
+    """What each rank's program prints, as torchrun launches them."""
+    job = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(folder / "bench.py"), "--device", "cpu", "--iterations", "2"]
+    every = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, **job, "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    said = [one.communicate(timeout=150)[0] for one in every]
+    assert [one.returncode for one in every] == [0] * ranks, said
+    return said
+
+
+def test_some_ranks_run_and_a_model_says_how_long_the_others_take(tmp_path: Path):
+    run_ranks(mixed, tmp_path, 3)
+    names = ["all_reduce", "all_to_all", "wait", "wait", "all_reduce", "wait", "send", "wait"]
+    benchmark.generate(tmp_path / "mixed", tmp_path / "all")
+    table = json.loads((tmp_path / "all" / "workload-0.json").read_text())
+    issued = [call for call in table["calls"] if "comm" in call]
+    assert [table["ops"][call["op"]] for call in issued] == names
+    assert issued[1]["comm"]["splits"] == [[1, 2, 3], [1, 1, 4]]
+    assert not any("stand-in" in said for said in launched(tmp_path / "all", 3, 29621))
+
+    cluster = Cluster(gpu="H100-SXM-80GB", gpus_per_node=8, inside="NVLink4 NVSwitch")
+    benchmark.generate(tmp_path / "mixed", tmp_path / "pair", rank=[0, 1], cluster=cluster)
+    for rank in range(2):
+        file = tmp_path / "pair" / f"workload-{rank}.json"
+        table = json.loads(file.read_text())
+        delayed = [call for call in table["calls"] if "delay_ns" in call]
+        assert [table["ops"][call["op"]] for call in delayed][:3] == ["all_reduce", "all_to_all", "all_reduce"]
+        assert all(1_000 < call["delay_ns"] < 1_000_000 for call in delayed)
+        for call in delayed:  # the pair is there: what the model says of it must not be waited for
+            call["delay_ns"] = 200_000_000 if table["groups"][call["comm"]["group"]] == [0, 1, 2] else 10**11
+        file.write_text(json.dumps(table))
+    took_ms = [
+        float(said.split("iteration takes ")[1].split()[0]) for said in launched(tmp_path / "pair", 2, 29622)[:1]
+    ]
+    assert 400 <= took_ms[0] < 10_000
+
+    few = Cluster(gpu="H100-SXM-80GB", gpus_per_node=2, inside="NVLink4 NVSwitch")
+    with pytest.raises(InputError, match=r"rank 2 .* cluster's 2 GPUs"):
+        benchmark.workload(tmp_path / "mixed", rank=0, cluster=few)
+    with pytest.raises(InputError, match="each once"):
+        benchmark.generate(tmp_path / "mixed", tmp_path / "none", rank=[0, 0])
+
+
+def test_absent_peers_of_a_gpu_are_waited_for_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    done: list[Any] = []
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            done.append("after what was issued")
+
+        def record_event(self) -> str:
+            return "end"
+
+        def wait_event(self, event: str) -> None:
+            done.append(event)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "_sleep", done.append, raising=False)
+    monkeypatch.setattr(binding, "cycles_per_ns", lambda: 1.5)
+    wait = binding.Absent("cuda").begin(2000)
+    assert done == ["after what was issued", 3000]
+    wait()
+    assert done[-1] == "end"
 
 
 SHARED = {
