@@ -210,7 +210,7 @@ def test_programs_of_two_ranks_issue_the_same_collectives_on_both(tmp_path: Path
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
         done = subprocess.run(
-            [*command, str(folder / "bench.py"), *"--device cpu --iterations 2 --profile".split(), str(folder / "out")],
+            [*command, str(folder / "bench.py"), "--device=cpu", "--iterations=2", "--profile", str(folder / "out")],
             capture_output=True, text=True, env=environment, timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
