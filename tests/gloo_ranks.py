@@ -1,4 +1,4 @@
-"""Two gloo ranks for the tests of the recorder; the model and the script of the bundled runs."""
+"""Gloo ranks for the tests of the recorder; the model and the script of the bundled runs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ WORLD_SIZE = 2
 TINY = gpt.GptConfig(layers=2, hidden=32, heads=2, vocab=64, seq=8, batch=4, micro_batches=4)
 
 
-def _rank(rank: int, target: Callable[[int, Path], None], folder: str) -> None:
+def _rank(rank: int, target: Callable[[int, Path], None], folder: str, ranks: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     target(rank, Path(folder))
     dist.barrier()  # no thread of the group may be at work when it goes
     dist.destroy_process_group()
 
 
-def run_ranks(target: Callable[[int, Path], None], folder: Path) -> None:
-    """`target(rank, folder)` in two processes of one job; raises what a rank raised."""
-    mp.start_processes(_rank, (target, str(folder)), WORLD_SIZE, start_method="spawn")
+def run_ranks(target: Callable[[int, Path], None], folder: Path, ranks: int = WORLD_SIZE) -> None:
+    """`target(rank, folder)` in two processes, or as many as are said, of one job; raises what a rank raised."""
+    mp.start_processes(_rank, (target, str(folder), ranks), ranks, start_method="spawn")

@@ -66,7 +66,7 @@ def with_prices(table: pl.DataFrame, cluster: Cluster, calibration: Calibration)
     """The same of rows that say themselves, in `nodes` and `gpus`, where the group of a collective lies."""
     table = table.with_row_index("place")
     is_compute, is_received = pl.col("kind") == "compute", (pl.col("collective") == "recv").fill_null(value=False)
-    over = partial(_collectives, cluster=cluster, calibration=calibration)
+    over = partial(collective_prices, cluster=cluster, calibration=calibration)
     found = [table.filter(is_received).select("place", *_FREE)]
     for rows, columns, price in (
         (table.filter(is_compute), KERNEL, calibration.predict_kernels),
@@ -87,8 +87,8 @@ _FREE = [
 ]
 
 
-def _collectives(rows: pl.DataFrame, cluster: Cluster, calibration: Calibration) -> pl.DataFrame:
-    """Prices of distinct collectives."""
+def collective_prices(rows: pl.DataFrame, cluster: Cluster, calibration: Calibration) -> pl.DataFrame:
+    """Prices of distinct collectives: the columns of `COLLECTIVE`, and those of `CollectiveModel.predict`."""
     inside, between = cluster.inside_sheet, cluster.between_sheet
     sheets = [sheet for sheet in (inside, between) if sheet]
     model: CollectiveModel | None = calibration.collectives

@@ -12,6 +12,7 @@ import json
 import operator
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -99,6 +100,10 @@ def fill(flat: torch.Tensor, rule: Sequence[Any], drawn: Path) -> None:
             file.seek(8 * numbers[0])
             read = torch.frombuffer(bytearray(file.read(8 * numbers[1])), dtype=torch.int64)
         flat[: len(read)].copy_(read)
+    elif kind == "definite":  # matrices of so many rows
+        flat.zero_()
+        whole = flat[: len(flat) // numbers[0] ** 2 * numbers[0] ** 2].view(-1, numbers[0], numbers[0])
+        whole.diagonal(dim1=1, dim2=2).fill_(2.0)
     elif kind == "constant":
         flat.fill_(numbers[0])
     else:
@@ -140,22 +145,62 @@ def issue(what: str, out: Sequence[Any], given: Sequence[Any], said: dict[str, A
     raise Unusable(f"{what[:80]!r} is no collective")
 
 
-def join(groups: dict[str, list[int]], rank: int, device: str) -> dict[str, Any]:
-    """Process groups by the trace's names; one process alone has peers that torch's fake group plays."""
+def join(groups: dict[str, list[int]], source: dict[str, Any], device: str) -> dict[str, Any]:
+    """Process groups by the trace's names; torch's fake group is those some of whose ranks are not launched."""
     every, launched = [*range(len(groups[DEFAULT]))], int(os.environ.get("WORLD_SIZE", "0"))
-    if launched and launched != len(every):
-        raise Unusable(f"{len(every)} rank(s) were traced: launch as many, or one without torchrun, with fake peers.")
-    if launched and not dist.is_initialized():
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=120))
+    present, library = source["ranks"] if launched else [], "nccl" if device == "cuda" else "gloo"
+    if launched not in (0, len(source["ranks"])):
+        raise Unusable(f"{len(present)} rank(s) can be launched: as many, or one without torchrun, with fake peers.")
+    if not dist.is_initialized() and present == every:
+        dist.init_process_group(library, timeout=timedelta(seconds=120))
     elif not dist.is_initialized():
+        from torch.distributed.rendezvous import rendezvous
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(every))
+        store = next(iter(rendezvous("env://")))[0] if launched else FakeStore()
+        dist.init_process_group("fake", store=store, rank=source["rank"], world_size=len(every))
     mine = {name: dist.group.WORLD for name, ranks in groups.items() if ranks == every}
     for name, ranks in sorted(groups.items()):
         if name not in mine and dist.get_rank() in ranks:
-            mine[name] = dist.new_group(ranks, use_local_synchronization=True)
+            backend = library if {*ranks} <= {*present} else "fake"
+            mine[name] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
     return mine
+
+
+class Absent:
+    """A group whose peers are not there: each collective takes its time after the last, on the host or on a stream."""
+
+    def __init__(self, device: str) -> None:
+        self.free_ns = 0
+        self.stream: Any = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+        self.cycles_per_ns = cycles_per_ns() if device == "cuda" else 0.0
+
+    def begin(self, delay_ns: int) -> Run:
+        """Begin one; what is given back waits for its end."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(int(delay_ns * self.cycles_per_ns))  # type: ignore[no-untyped-call]
+            ended = self.stream.record_event()
+            return lambda: torch.cuda.current_stream().wait_event(ended)
+        self.free_ns = until = max(self.free_ns, time.perf_counter_ns()) + delay_ns
+
+        def wait() -> None:
+            while time.perf_counter_ns() < until:
+                pass
+
+        return wait
+
+
+def cycles_per_ns() -> float:
+    """How fast the clock goes that `torch.cuda._sleep` counts."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for cycles in (1_000_000, 10_000_000):  # the first warms up
+        begin.record()
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        end.record()
+        end.synchronize()
+    return 1e-6 * cycles / float(begin.elapsed_time(end))
 
 
 class Bench:
@@ -163,8 +208,9 @@ class Bench:
 
     def __init__(self, folder: Path, device: str, wanted: Callable[[int, list[str], bool], bool]) -> None:
         self.folder, self.device = folder, device
-        suffix = "" if (folder / "workload.json").exists() else f"-{os.environ.get('RANK', '0')}"
-        self.table, self.drawn = json.loads((folder / f"workload{suffix}.json").read_text()), f"indices{suffix}.bin"
+        tables = sorted(folder.glob("workload*.json"), key=lambda file: [*map(int, re.findall(r"\d+", file.name))])
+        file = tables[min(int(os.environ.get("RANK", "0")), len(tables) - 1)]
+        self.table, self.drawn = json.loads(file.read_text()), f"indices{file.stem.removeprefix('workload')}.bin"
         self.slots, self.memory = self.table["slots"], self.table["memory"]
         self.calls = [
             call for at, call in enumerate(self.table["calls"]) if wanted(at, self.path(call), self.talks(call))
@@ -177,8 +223,10 @@ class Bench:
         self.given = sorted(set(self.last) - self.made)
         self.stand_ins: Counter[tuple[str, str]] = Counter()
         talks = any(map(self.talks, self.calls))
-        self.groups = join(self.table["groups"], self.table["source"]["rank"], device) if talks else {}
-        self.works: dict[int, Any] = {}
+        self.groups = join(self.table["groups"], self.table["source"], device) if talks else {}
+        self.works: dict[Any, Any] = {}
+        """What waits for a collective: by the handle of its call, or of absent peers by its memory."""
+        self.queues: dict[str, Absent] = {}
 
     def talks(self, call: dict[str, Any]) -> bool:
         """Whether a call communicates."""
@@ -308,25 +356,54 @@ class Bench:
             for slot in dead:
                 values[slot] = None
 
-        if lists or moving or listed:
-            return any_results
         target = kept[0][1] if kept else -1
-        return one_result if kept else no_result
+        run = any_results if lists or moving or listed else one_result if kept else no_result
+        return self.late(call, run) if self.talks(call) else run
+
+    def queue(self, call: dict[str, Any], group: str) -> Absent | None:
+        """Where the call waits for peers that are not there; None if they are, or nothing says for how long."""
+        if "delay_ns" not in call or dist.get_backend(self.groups[group]) != "fake":
+            return None
+        return self.queues.setdefault(group, Absent(self.device))
+
+    def late(self, call: dict[str, Any], run: Run) -> Run:
+        """A functional collective that takes its time if its peers are not there, or the wait for it."""
+        works = self.works
+        slots = [slot for slot in call["out"] if slot >= 0] or [*slots_in([*call["in"].values()])]
+        if "wait_tensor" in self.table["ops"][call["op"]]:
+            memory = self.slots[next(slots_in([*call["in"].values()]))][0]
+
+            def wait() -> None:
+                works.pop((memory,), int)()
+                run()
+
+            return wait
+        queue, delay_ns = self.queue(call, call["in"]["group_name"]), call.get("delay_ns", 0)
+        if queue is None:
+            return run
+        made = (self.slots[slots[0]][0],)
+
+        def start() -> None:
+            run()
+            works[made] = queue.begin(delay_ns)
+
+        return start
 
     def talk(self, at: int, call: dict[str, Any]) -> Run:
         """The function that issues a collective or a message, or waits for one."""
         what, said, values, works = self.table["ops"][call["op"]], call["comm"], self.values, self.works
         handle, (dead, _), group = said["handle"], self.ends(at, call), self.groups.get(said.get("group"))
         out, given = (getter([*slots_in(call["in"].get(side, []))]) for side in ("out", "given"))
+        queue, delay_ns = None if what == "wait" else self.queue(call, said["group"]), call.get("delay_ns", 0)
 
         def start() -> None:
-            works[handle] = issue(what, out(values), given(values), said, group)
+            work = issue(what, out(values), given(values), said, group)
+            works[handle] = queue.begin(delay_ns) if queue else work.wait
             for slot in dead:
                 values[slot] = None
 
         def wait() -> None:
-            if (work := works.pop(handle, None)) is not None:
-                work.wait()
+            works.pop(handle, int)()
 
         return wait if what == "wait" else start
 

@@ -33,6 +33,8 @@ DTYPES = {
     "c10::complex<float>": "complex64", "c10::complex<double>": "complex128",
 }  # fmt: skip
 """What a trace calls a number format -> what torch does."""
+_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4}
+ITEM_BYTES = {name: _BYTES.get(name, 2 if name in ("float16", "bfloat16", "int16") else 1) for name in DTYPES.values()}
 
 
 class Tensor(NamedTuple):

@@ -8,14 +8,22 @@ is next used, as DDP and NCCL's streams do, and at the latest at the end.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import polars as pl
+
 from lumos_nb.calls import COMM_LABEL
-from lumos_nb.exchange.benchmark.calls import Node, Tensor, schema_names, tensors_of
-from lumos_nb.fake_group import C10D_OPS
+from lumos_nb.costs.calibration import Calibration
+from lumos_nb.errors import InputError
+from lumos_nb.exchange.benchmark.calls import ITEM_BYTES, Node, Tensor, schema_names, tensors_of
+from lumos_nb.fake_group import C10D_OPS, FUNCTIONAL_NAMESPACES
+from lumos_nb.labels import FUNCTIONAL_OPS
+from lumos_nb.layout import Cluster
 from lumos_nb.traces.execution_trace import ExecutionTrace
+from lumos_nb.workloads.pricing import collective_prices, place, prices_of
 
 LABEL = re.compile(COMM_LABEL)
 DEFAULT_GROUP = "0"
@@ -109,3 +117,57 @@ def _tensors(arguments: dict[str, Any], names: Iterable[str]) -> Iterable[Tensor
     for name, value in arguments.items():
         if name in names:
             yield from tensors_of([value])
+
+
+_LIKE = {"send": "send_recv", "recv": "send_recv", "reduce": "broadcast", "gather": "all_gather"}
+_LIKE |= {"scatter": "all_gather", "barrier": "all_reduce"}
+"""Collectives that no model has -> one that moves the same bytes over the busiest link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a collective's time depends on: its name in models, global ranks, and bytes as nccl-tests count them."""
+
+    collective: str
+    ranks: tuple[int, ...]
+    size_bytes: int
+
+
+def asked_of(
+    op: str, node: Node, talk: Communication | None, groups: Mapping[str, list[int]], rank: int
+) -> Asked | None:
+    """What a call's time depends on if it begins a collective or a message; None of other calls."""
+    if talk is not None:
+        if talk.what == "wait":
+            return None
+        ranks = groups[talk.group]
+        if talk.what in ("send", "recv") and talk.peer is not None:
+            ranks = [rank, ranks[talk.peer]]
+        size_bytes = max(_bytes_of(talk.out), _bytes_of(talk.given))
+        return Asked(_LIKE.get(talk.what, talk.what), tuple(ranks), size_bytes)
+    space, _, name = op.partition("::")
+    what = FUNCTIONAL_OPS.get(name.partition(".")[0])
+    if what is None or space not in FUNCTIONAL_NAMESPACES:
+        return None
+    named = dict(zip(schema_names(node.schema or ""), node.inputs, strict=False)).get("group_name")
+    sides = [_bytes_of(tensors_of(side)) for side in (node.inputs, node.outputs)]
+    return Asked(what, tuple(groups.get(str(named), groups[DEFAULT_GROUP])), max(sides))
+
+
+def delays_ns(asked: Sequence[Asked | None], cluster: Cluster, calibration: Calibration | None) -> list[int | None]:
+    """How long each takes on a cluster whose nodes hold neighbouring ranks, by a calibration's collective model."""
+    last = max((rank for one in asked if one is not None for rank in one.ranks), default=0)
+    if last >= cluster.gpus:
+        raise InputError(f"rank {last} of the trace's groups has no place among the cluster's {cluster.gpus} GPUs.")
+    several = [one for one in dict.fromkeys(asked) if one is not None and len(one.ranks) > 1]
+    rows = [(one.collective, max(one.size_bytes, 1), *place(np.array([one.ranks]), cluster)) for one in several]
+    took: dict[Asked | None, int | None] = {one: 0 for one in asked if one is not None}
+    if rows:
+        table = pl.DataFrame(rows, schema=["collective", "size_bytes", "nodes", "gpus"], orient="row")
+        prices = collective_prices(table, cluster, prices_of(cluster, calibration))["dur_us"]
+        took |= {one: round(1e3 * dur_us) for one, dur_us in zip(several, prices, strict=True)}
+    return [took.get(one) for one in asked]
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel * ITEM_BYTES[tensor.dtype] for tensor in tensors)

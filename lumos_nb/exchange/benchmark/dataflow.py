@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lumos_nb.exchange.benchmark.calls import DTYPES, Node, Tensor, tensors_of
+from lumos_nb.exchange.benchmark.calls import ITEM_BYTES, Node, Tensor, tensors_of
 from lumos_nb.exchange.benchmark.collectives import Communication
 from lumos_nb.exchange.benchmark.values import DATA_DEPENDENT, Rule, need, stricter
 
-_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4}
-ITEM_BYTES = {name: _BYTES.get(name, 2 if name in ("float16", "bfloat16", "int16") else 1) for name in DTYPES.values()}
 STAND_IN, AS_STRIDED = "", "aten::as_strided"
 """Names of calls that are not the trace's: what takes an operator's place, and a view that no operator made."""
 

@@ -23,7 +23,9 @@ RUNNER = [*(Path(__file__).with_name(name) for name in ("bench.py", "binding.py"
 """Modules that make the program; they need each other and torch."""
 
 
-def generate(trace: ExecutionTrace | str | Path, out: str | Path, *, rank: int | None = None, **how: Any) -> Workload:
+def generate(
+    trace: ExecutionTrace | str | Path, out: str | Path, *, rank: int | Sequence[int] | None = None, **how: Any
+) -> Workload:
     """Write a benchmark of a trace into a folder: bench.py, which needs only torch, workload.json and README.md.
 
     Parameters
@@ -34,9 +36,10 @@ def generate(trace: ExecutionTrace | str | Path, out: str | Path, *, rank: int |
     out
         The folder; made if it is not there. Files of an older benchmark in it are replaced.
     rank
-        Takes that rank's alone; torch's fake process group then plays the others.
+        Takes that rank's alone, or those ranks'; torch's fake process group plays the others, whose collectives take
+        as long as a model says if `cluster` is given.
     **how
-        `step`, `profile`, `shrink`, `tables`, `alpha`, `policy`, as `workload` takes them.
+        `step`, `profile`, `shrink`, `tables`, `alpha`, `policy`, `cluster`, `calibration`, as `workload` takes them.
 
     Returns
     -------
@@ -57,7 +60,7 @@ def generate(trace: ExecutionTrace | str | Path, out: str | Path, *, rank: int |
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file: give a folder.")
-    ranks = [rank] if rank is not None or isinstance(trace, ExecutionTrace) else _ranks_at(trace)
+    ranks = _ranks_of(trace, rank)
     made = [workload(trace, rank=one, **how) for one in ranks]
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("workload*.json"), *folder.glob("indices*.bin")):
@@ -66,6 +69,7 @@ def generate(trace: ExecutionTrace | str | Path, out: str | Path, *, rank: int |
         text = part.read_text(encoding="utf-8").replace(f"from {__package__}.", "from ")
         (folder / part.name).write_text(text.replace("from lumos_nb.", "from "), encoding="utf-8")
     for one in made:
+        one.table["source"]["ranks"] = sorted(other.table["source"]["rank"] for other in made)
         suffix = "" if len(made) == 1 else f"-{one.table['source']['rank']}"
         (folder / f"workload{suffix}.json").write_bytes(msgspec.json.encode(one.table))
         if len(one.indices):
@@ -118,6 +122,15 @@ def replay(
     return pl.DataFrame(rows, schema=columns, orient="row")
 
 
+def _ranks_of(trace: ExecutionTrace | str | Path, rank: int | Sequence[int] | None) -> Sequence[int | None]:
+    """Whose traces are read: the ranks that are named, or else all."""
+    if isinstance(rank, Sequence):
+        if not rank or len({*rank}) < len(rank):
+            raise InputError(f"rank is {rank!r}: give ranks, each once.")
+        return sorted(rank)
+    return [rank] if rank is not None or isinstance(trace, ExecutionTrace) else _ranks_at(trace)
+
+
 def _ranks_at(path: str | Path) -> Sequence[int | None]:
     """Ranks whose execution traces are there, by the last number in a file's name; None of a single one."""
     with files_of(path) as files:
@@ -133,8 +146,9 @@ README = """# A benchmark made from an execution trace
 runs the operators of the trace on tensors of the same sizes, strides and lifetimes, and prints the time of an
 iteration. It needs torch and nothing else. `python bench.py --help` lists what can be chosen: the device, a part by
 name or number, computation or communication alone, host gaps as recorded, and `--profile OUT`, which writes what
-lumos_nb's `benchmark.compare` holds against the original. Where the trace is of several ranks ({ranks} here) and one
-process is launched, torch's fake process group plays the others.
+lumos_nb's `benchmark.compare` holds against the original. Of the {ranks} rank(s) of the job, {launched} can be
+launched; torch's fake process group plays those that are not, and their collectives take the time that workload.json
+says for them, if any.
 
 `workload.json` is data: operators are looked up in torch's registry by name, and none of it is evaluated. Values are
 drawn anew (indices are valid, variances positive); nothing of the original's data is in it.
@@ -149,6 +163,8 @@ drawn anew (indices are valid, variances positive); nothing of the original's da
 
 def _readme(made: Sequence[Workload]) -> str:
     ranks = len(made[0].table["groups"][DEFAULT_GROUP])
-    launch = f"\n    torchrun --nproc-per-node {ranks} bench.py" if len(made) > 1 else ""
+    launch = f"\n    torchrun --nproc-per-node {len(made)} bench.py" if len(made) > 1 else ""
     parts = [*map(repr, made), *(text_table(one.notes) for one in made[:1] if len(one.notes))]
-    return README.format(launch=launch, ranks=ranks, covered="\n\n".join(parts).replace("~~~", "---"))
+    return README.format(
+        launch=launch, ranks=ranks, launched=len(made), covered="\n\n".join(parts).replace("~~~", "---")
+    )

@@ -13,17 +13,19 @@ import msgspec
 import numpy as np
 import polars as pl
 
+from lumos_nb.costs.calibration import Calibration
 from lumos_nb.display import format_bytes, format_share, html_table, text_table
 from lumos_nb.embedding_tables import BINS, complete_tables, reused_indices, zipf_indices
 from lumos_nb.errors import InputError
 from lumos_nb.exchange.benchmark.calls import FREE, Node, Tensor, choose, read_nodes, tensors_of
-from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP, Communications
+from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP, Communications, asked_of, delays_ns
 from lumos_nb.exchange.benchmark.dataflow import STAND_IN, Call, Dataflow, Slot
 from lumos_nb.exchange.benchmark.hiding import hidden
 from lumos_nb.exchange.benchmark.registry import Registry
 from lumos_nb.exchange.benchmark.values import ROWS, common
 from lumos_nb.exchange.chakra.linking import link
 from lumos_nb.exchange.chakra.obfuscation import Policy
+from lumos_nb.layout import Cluster
 from lumos_nb.traces.execution_trace import ExecutionTrace, load_execution_trace
 from lumos_nb.traces.run import Run
 
@@ -104,6 +106,8 @@ def workload(
     tables: pl.DataFrame | None = None,
     alpha: float = 0.0,
     policy: Policy | None = None,
+    cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
 ) -> Workload:
     """Read what a trace's operators did as a table of calls.
 
@@ -127,6 +131,9 @@ def workload(
         Skew of all other lookups (`embedding_tables.zipf_indices`); 0: each row as often.
     policy
         What of its names the program may say (`hiding.hidden`); by default all.
+    cluster, calibration
+        Where the ranks are, neighbours on a node: a collective whose peers are not launched then takes as long as the
+        calibration's (by default the bundled one's) collective model says, and no time without.
 
     Returns
     -------
@@ -138,7 +145,8 @@ def workload(
     TraceError
         There is no such step, or the file is no execution trace.
     InputError
-        `shrink` has a size that is no whole number from 1 on, or the policy hides what a program needs.
+        `shrink` has a size that is no whole number from 1 on, the policy hides what a program needs, or
+        the cluster has too few GPUs.
 
     Examples
     --------
@@ -152,7 +160,7 @@ def workload(
     flow = _followed(nodes, talks)
     calls = flow.with_waits()
     rank = _rank(found, rank, talks.groups)
-    source: dict[str, Any] = {"schema": found.metadata["schema"], "nodes": len(nodes), "rank": rank}
+    source: dict[str, Any] = {"schema": found.metadata["schema"], "nodes": len(nodes), "rank": rank, "ranks": [rank]}
     folder = None if isinstance(trace, ExecutionTrace) else Path(trace)
     if folder is not None and (about := folder / CAPTURE).is_file():
         profile = folder if profile is None else profile
@@ -162,7 +170,11 @@ def workload(
         timed, dur_ns = _timed(timed, nodes, link(found, profile, rank=rank).nodes)
     shares = _coverage(nodes, {call.node.id: not call.reason for call in reversed(calls)}, dur_ns)
     indices = _draw(flow, tables, alpha)
-    table = _table(flow, calls, source, talks.groups, timed["gap_ns"].to_list())
+    waits: dict[str, list[int | None]] = {"gap_ns": timed["gap_ns"].to_list(), "delay_ns": [None] * len(calls)}
+    if cluster is not None:
+        asked = [asked_of(call.op, call.node, call.talk, talks.groups, rank) for call in calls]
+        waits["delay_ns"] = delays_ns(asked, cluster, calibration)
+    table = _table(flow, calls, source, talks.groups, waits)
     notes = pl.DataFrame([*flow.notes.items()], schema={"what": pl.String(), "count": pl.Int64()}, orient="row")
     return Workload(table, timed, notes, *shares, indices)
 
@@ -290,7 +302,7 @@ def _table(
     calls: list[Call],
     source: dict[str, Any],
     groups: Mapping[str, list[int]],
-    gaps_ns: list[int | None],
+    waits: Mapping[str, list[int | None]],
 ) -> dict[str, Any]:
     ops = sorted({call.op for call in calls})
     number = {op: at for at, op in enumerate(ops)}
@@ -306,9 +318,9 @@ def _table(
             "scope": scopes.number(call.node),
             **({"why": call.reason} if call.reason else {}),
             **({"comm": _talk(call)} if call.talk else {}),
-            **({"gap_ns": gap_ns} if gap_ns else {}),
+            **{name: ns for name, of in waits.items() if (ns := of[at])},
         }
-        for call, gap_ns in zip(calls, gaps_ns, strict=True)
+        for at, call in enumerate(calls)
     ]
     return {
         "format": "lumos_nb benchmark 1",

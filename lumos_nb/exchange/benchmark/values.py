@@ -48,6 +48,13 @@ _POSITIVE = {
     "running_var", "save_var", "save_invstd", "invstd", "rstd", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps",
 }  # fmt: skip
 _POSITIVE_SELF = {"sqrt", "_foreach_sqrt", "rsqrt", "log", "addcmul_", "_foreach_addcmul_"}
+_PROBABILITIES = {
+    ("binary_cross_entropy", "self"), ("binary_cross_entropy", "target"), ("binary_cross_entropy_backward", "self"),
+    ("binary_cross_entropy_backward", "target"), ("bernoulli", "self"), ("bernoulli_", "p"), ("multinomial", "self"),
+    ("poisson", "self"), ("kl_div", "target"), ("xlogy", "other"),
+}  # fmt: skip
+_DEFINITE = {"cholesky", "linalg_cholesky", "linalg_cholesky_ex", "cholesky_inverse", "cholesky_solve"}
+"""Operators on matrices that are symmetric with positive eigenvalues, or their factors."""
 _NORMS = ("norm",)
 DATA_DEPENDENT = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"}
 """Operators whose results have sizes that depend on values: what reads them gets memory of the recorded size."""
@@ -85,6 +92,10 @@ def need(op: str, arguments: dict[str, Any], name: str, tensor: Tensor, position
         return Need(["true", tensor.numel // 2], forced=False)
     if name in _POSITIVE or (name == "self" and op in _POSITIVE_SELF):
         return Need(["uniform", 0.5, 1.5])
+    if (op, name) in _PROBABILITIES:
+        return Need(["uniform", 0.01, 0.99])
+    if op in _DEFINITE and name == ("input2" if op == "cholesky_solve" else "self"):
+        return Need(["definite", tensor.shape[-1]])
     if name == "weight" and op.removesuffix("_backward").endswith(_NORMS):
         return Need(["normal", 1.0, 0.02])
     if name == "attn_mask" and tensor.dtype == "bool":
