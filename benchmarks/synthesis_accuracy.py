@@ -1,6 +1,7 @@
 """Rows of the generator of steps that is learned from the bundled runs: `python -m benchmarks.synthesis_accuracy`.
 
-Every run's last steps are held out: bits a word and fidelity are of these. One run is held out whole as well.
+Every run's last steps are held out: bits a word and fidelity are of these. One run is held out whole as well, and of
+the dry runs all models of one depth. Fidelity is taken of many draws, for steps scatter.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import polars as pl
 
 from benchmarks.rows import ACCURACY, Row, record
+from benchmarks.trace_corpus import dry_corpus, layouts
 from lumos_nb import datasets
 from lumos_nb.errors import GraphError
 from lumos_nb.exchange.chakra.likeness import fidelity
@@ -24,8 +26,11 @@ UNSEEN = "gpt-tp"
 """The run that is held out whole, once."""
 LEARNED, HELD_OUT = slice(1, 6), slice(6, 10)
 """Which of a run's steps; the first is disturbed by the profiler's own start."""
-DRAWS = 4
-EPOCHS = 40
+DRAWS = 12
+EPOCHS, DRY_EPOCHS = 40, 8
+UNSEEN_DEPTH = " of 4 layers"
+ONE_OF = 7
+"""Of so many layouts of dry runs one is taken."""
 SHOWN = {
     "duration of compute": "KS",
     "duration of gaps of threads": "KS",
@@ -58,17 +63,22 @@ def synthesis_rows() -> Iterator[Row]:
     yield from bit_rows(
         f"held-out run {UNSEEN}", TraceModel.fit(others, seed=0, epochs=EPOCHS).bits(graphs[UNSEEN][:2])
     )
+    names = [name for name in layouts() if UNSEEN_DEPTH not in name]
+    dry = TraceModel.fit(dict(dry_corpus(names[::ONE_OF])), seed=0, epochs=DRY_EPOCHS)
+    deep = [graph for _, (graph,) in dry_corpus([name for name in layouts() if UNSEEN_DEPTH in name][::ONE_OF])]
+    yield from bit_rows(f"dry runs{UNSEEN_DEPTH}", dry.bits(deep), f"learned from {len(dry.layouts)} layouts of others")
     for run, steps in graphs.items():
         yield from fidelity_rows(model, run, steps)
 
 
-def bit_rows(what: str, bits: pl.DataFrame) -> Iterator[Row]:
+def bit_rows(what: str, bits: pl.DataFrame, about: str = "") -> Iterator[Row]:
     """Bits a word of what was not learned from, beside the Markov chain."""
     weight = bits["words"].to_numpy()
     markov, unknown, uniform = (
         float(np.average(bits[c].to_numpy(), weights=weight)) for c in ("markov_bits", "unknown", "uniform_bits")
     )
     note = f"{len(bits)} sentences, {100 * unknown:.1f} % of words never seen; uniform {uniform:.1f}"
+    note += f"; {about}" if about else ""
     for column, name in {
         "bits": "n-grams that count and net",
         "counts_bits": "n-grams that count",
@@ -92,7 +102,8 @@ def fidelity_rows(model: TraceModel, run: str, steps: Sequence[Graph]) -> Iterat
     for measure, unit in SHOWN.items():
         table = learned if measure == "nearest step" else unseen
         value, among = table.filter(measure=measure).select("value", "among_real").row(0)
-        note = f"whole real steps drawn: {copies.filter(measure=measure)['value'].item():.3f}; "
+        note = f"beside the steps learned from: {learned.filter(measure=measure)['value'].item():.3f}; "
+        note += f"whole real steps drawn: {copies.filter(measure=measure)['value'].item():.3f}; "
         note += f"Markov: {markov[measure]:.3f}" if markov else "Markov: no step that holds its communication"
         yield Row(f"synthesis/{run}, {measure}", value, unit, "real and real", among, note=note)
 

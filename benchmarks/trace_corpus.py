@@ -17,11 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from hashlib import blake2b
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 
@@ -110,19 +111,37 @@ WORLDS = (2, 4, 8)
 MODELS = ("gpt", "encoder", "convolutions", "perceptron")
 
 
-def layouts() -> dict[str, tuple[int, Callable[[], Step]]]:
-    """Name -> ranks, and what makes the step of one of them under its process group."""
-    found: dict[str, tuple[int, Callable[[], Step]]] = {}
+class Layout(NamedTuple):
+    """How many ranks a job has, what makes the step of one of them under its process group, and whether all are alike.
+
+    Ranks that are all in one group and do the same are run once.
+    """
+
+    ranks: int
+    setup: Callable[[], Step]
+    alike: bool = False
+
+    def runs(self) -> list[DryRun]:
+        """A dry run of every rank."""
+        if self.alike:
+            first = dry_run(lambda step: step(), self.ranks, 0, setup=self.setup)
+            return [replace(first, rank=rank) for rank in range(self.ranks)]
+        return [dry_run(lambda step: step(), self.ranks, rank, setup=self.setup) for rank in range(self.ranks)]
+
+
+def layouts() -> dict[str, Layout]:
+    """The layouts of the corpus by name."""
+    found: dict[str, Layout] = {}
     for model, depth, optimizer, ranks in product(MODELS, DEPTHS, OPTIMIZERS, WORLDS):
         about = f"{model} of {depth} layers, {optimizer}"
         for way in ("ddp", "fsdp"):
-            found[f"{about}, {way} {ranks}"] = ranks, partial(_replicated, model, depth, optimizer, way)
+            found[f"{about}, {way} {ranks}"] = Layout(ranks, partial(_replicated, model, depth, optimizer, way), True)
     for depth, ranks in product(DEPTHS, WORLDS):
-        found[f"gpt of {depth} layers, tp {ranks}"] = ranks, partial(_split, depth, 1, ranks)
+        found[f"gpt of {depth} layers, tp {ranks}"] = Layout(ranks, partial(_split, depth, 1, ranks), True)
         if ranks <= depth:
-            found[f"gpt of {depth} layers, pp {ranks}"] = ranks, partial(_staged, depth)
+            found[f"gpt of {depth} layers, pp {ranks}"] = Layout(ranks, partial(_staged, depth))
     for depth, fsdp, tp in product(DEPTHS, (2, 4), (2, 4)):
-        found[f"gpt of {depth} layers, fsdp {fsdp} x tp {tp}"] = fsdp * tp, partial(_split, depth, fsdp, tp)
+        found[f"gpt of {depth} layers, fsdp {fsdp} x tp {tp}"] = Layout(fsdp * tp, partial(_split, depth, fsdp, tp))
     return found
 
 
@@ -131,8 +150,7 @@ def dry_graph(name: str) -> Graph:
     base = Path(os.environ.get("LUMOS_NB_CACHE") or Path.home() / ".cache" / "lumos_nb")
     folder = base / "dry_runs" / blake2b(f"{name} {_made_by()}".encode(), digest_size=16).hexdigest()
     if not folder.exists():
-        ranks, setup = layouts()[name]
-        graph = structure([dry_run(lambda step: step(), ranks, rank, setup=setup) for rank in range(ranks)])
+        graph = structure(layouts()[name].runs())
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = tempfile.mkdtemp(dir=folder.parent, prefix=".part-")
         graph.to_parquet(unfinished)
@@ -187,8 +205,8 @@ def _model(name: str, depth: int) -> tuple[Any, Any, list[Any]]:
     return nn.Sequential(*blocks), torch.randn(8, 64), blocks
 
 
-def _training(model: Any, inputs: Any, optimizer: str) -> Step:
-    """A step of forward, backward and optimizer, warm: DDP settles its buckets in two steps."""
+def _training(model: Any, inputs: Any, optimizer: str, warmup: int = 1) -> Step:
+    """A step of forward, backward and optimizer, after others that make the optimizer's state."""
     import torch
 
     options: dict[str, Any] = {"momentum": 0.9} if optimizer == "SGD" else {}
@@ -199,8 +217,8 @@ def _training(model: Any, inputs: Any, optimizer: str) -> Step:
         model(inputs).float().pow(2).mean().backward()
         updates.step()
 
-    step()
-    step()
+    for _ in range(warmup):
+        step()
     return step
 
 
@@ -211,7 +229,9 @@ def _replicated(name: str, depth: int, optimizer: str, way: str) -> Step:
 
     model, inputs, blocks = _model(name, depth)
     if way == "ddp":
-        return _training(DistributedDataParallel(model), inputs, optimizer)
+        return _training(
+            DistributedDataParallel(model), inputs, optimizer, warmup=2
+        )  # buckets are settled in two steps
     for block in blocks:
         fully_shard(block)
     return _training(fully_shard(model), inputs, optimizer)

@@ -53,5 +53,15 @@ def test_layouts_communicate_as_they_must(name, collectives):
     assert {collective: comm.count(collective) for collective in collectives} == collectives
 
 
+@pytest.mark.parametrize("name", ["perceptron of 1 layers, AdamW, fsdp 4", "gpt of 1 layers, tp 2"])
+def test_ranks_that_are_run_once_are_alike(name):
+    layout = layouts()[name]
+    assert layout.alike
+    for once, each in zip(layout.runs(), layout._replace(alike=False).runs(), strict=True):
+        assert once.rank == each.rank
+        assert once.ops.equals(each.ops)
+        assert once.collectives.drop("group").equals(each.collectives.drop("group"))
+
+
 def test_there_are_hundreds_of_layouts():
     assert len(layouts()) >= 200

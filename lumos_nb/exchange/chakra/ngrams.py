@@ -27,6 +27,7 @@ class NGrams:
     follows; and one word alone is no such context, where two lanes may take turns.
     """
 
+    most: Ints  # (words + 1,): how often each word and the end stood in a sentence at most
     counted: frozenset[int]
     shortest: int
     order: int
@@ -36,6 +37,7 @@ class NGrams:
     def fit(cls, sentences: Sequence[Sequence[int]], words: int, *, counting: bool, order: int = 3) -> NGrams:
         """Count what follows what."""
         shortest = 2 if counting else 0
+        most = np.max([np.bincount([*sentence, words], minlength=words + 1) for sentence in sentences], axis=0)
         often = {frozenset(Counter(sentence).items()) for sentence in sentences} if counting else set()
         counted = frozenset(word for word, _ in frozenset.intersection(*often)) if often else frozenset()
         seen: dict[tuple[Token, ...], dict[int, int]] = {}
@@ -47,7 +49,7 @@ class NGrams:
                     after = seen.setdefault(tuple(tokens[at - length : at]), {})
                     after[word] = after.get(word, 0) + 1
         counts = {context: (np.array([*after]), np.array([*after.values()])) for context, after in seen.items()}
-        return cls(counted, shortest, order, counts)
+        return cls(most, counted, shortest, order, counts)
 
     def token(self, word: int, nth: int) -> Token:
         """What stands for a word in a context."""

@@ -35,7 +35,8 @@ class Speaker:
     def __init__(self, words: int, role: int, ngrams: Sequence[NGrams], net: SequenceNet | None) -> None:
         self._words, self._role, self._ngrams, self._net = words, role, ngrams, net
         self._tokens: list[list[Token]] = [[START] for _ in ngrams]
-        self._times: Counter[int] = Counter()
+        self._times = np.zeros(words + 1, np.int64)
+        self._most = ngrams[0].most if ngrams else None  # else a loop that was left too late never ends
         self._base = np.full(words + 1, 1 / (words + 1))
         self._state = net.begin() if net else self._base
         self._read(-1, 0)
@@ -53,7 +54,7 @@ class Speaker:
 
     def say(self, word: int) -> int:
         """What came next; returns how often it stood before."""
-        nth = self._times[word]
+        nth = int(self._times[word])
         self._times[word] += 1
         for ngrams, tokens in zip(self._ngrams, self._tokens, strict=True):
             tokens.append(ngrams.token(word, nth))
@@ -64,6 +65,8 @@ class Speaker:
         """A word that may be next, the number behind the last for the end; None if there is none."""
         chances = self.chances()
         chances[[*blocked]] = 0
+        if self._most is not None:
+            chances[self._times >= self._most] = 0
         chances[chances < LEAST_CHANCE * chances.max()] = 0
         return int(rng.choice(len(chances), p=chances / chances.sum())) if chances.any() else None
 

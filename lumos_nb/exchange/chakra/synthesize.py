@@ -173,8 +173,9 @@ class TraceModel:
             own = [place[i, rank // base] for i, meeting in enumerate(meetings) if rank % base in meeting.ranks]
             sentence = deep[layout.roles[rank % base]]
             parts[rank] = [said._replace(meeting=own[said.meeting]) if said.meeting >= 0 else said for said in sentence]
+        together = rng.standard_normal(len(grown))
         seen = {
-            rank: self.places.draw((layout.run, rank % base), part, self.words, grown, rng)
+            rank: self.places.draw((layout.run, rank % base), part, self.words, grown, together, rng)
             for rank, part in parts.items()
         }
         return assembled(parts, seen, self.words, grown)

@@ -77,9 +77,9 @@ class Places:
     """What was seen at each place of each rank's sentence: the first linear layer of a step, the second, ...
 
     A duration is a quantile of those of its place, and the normal score of that quantile is the sum of a part that a
-    rank's whole step shares and its own (a Gaussian copula). Quantiles are Hazen's, linear in time between observed
-    ones, which keeps the mean: what a step takes is a sum. Transfers are drawn in units of what `lines` say of their
-    meeting, so they follow sizes and ranks that were not seen.
+    rank's whole step shares and its own (a Gaussian copula); all transfers of a meeting have one quantile. Quantiles
+    are Hazen's, linear in time between observed ones, which keeps the mean: what a step takes is a sum. Transfers are
+    drawn in units of what `lines` say of their meeting, so they follow sizes and ranks that were not seen.
 
     Attributes
     ----------
@@ -120,11 +120,17 @@ class Places:
         part: Sequence[Said],
         vocabulary: Sequence[Word],
         meetings: Sequence[Meeting],
+        together: Floats,
         rng: np.random.Generator,
     ) -> list[Seen]:
-        """What the words of a rank's sentence take and hang on, as a rank of a run (`place`) was seen."""
+        """What the words of a rank's sentence take and hang on, as a rank of a run (`place`) was seen.
+
+        `together` (meetings,) are the normal scores of transfers, which all ranks of a meeting share.
+        """
         own = (1 - self.of_rank) ** 0.5 * rng.standard_normal(len(part))
-        quantiles = ndtr(own + self.of_rank**0.5 * rng.standard_normal())
+        alone = own + self.of_rank**0.5 * rng.standard_normal()
+        at = np.array([said.meeting if vocabulary[said.word].kind == "comm" else -1 for said in part])
+        quantiles = ndtr(np.where(at < 0, alone, np.append(together, 0.0)[at]))
         there: Counter[tuple[str, str]] = Counter()
         drawn = []
         for said, quantile, pick in zip(part, quantiles, rng.random(len(part)), strict=True):
