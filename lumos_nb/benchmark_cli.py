@@ -12,12 +12,14 @@ import polars as pl
 from lumos_nb.display import text_table
 from lumos_nb.errors import BenchmarkError
 from lumos_nb.exchange import benchmark
+from lumos_nb.exchange.chakra import Policy
 from lumos_nb.terminal import AddVerb, as_json, progress
 
 GENERATE = """
 examples:
   lumos-nb benchmark generate runs/gpt bench/gpt                of all ranks; then: python bench/gpt/bench.py
   lumos-nb benchmark generate rank-0.et.json.gz bench/small --shrink 4096=64 --shrink 512=32
+  lumos-nb benchmark generate runs/gpt bench/public --hide      for others to run, without your names
 """
 RUN = """
 examples:
@@ -53,6 +55,7 @@ def add_verbs(verb: AddVerb) -> None:
     generate.add_argument(
         "--alpha", type=float, default=0.0, metavar="X", help="skew of lookups: Zipf's law with this exponent (0: even)"
     )
+    generate.add_argument("--hide", action="store_true", help="number all names but those of torch's own operators")
     run = verb("run", _run, "run a benchmark, or the operators of an execution trace", RUN)
     run.add_argument("path", metavar="PATH", help="a generated folder, or an execution trace or a folder of them")
     run.add_argument(
@@ -76,11 +79,12 @@ def _sizes(text: str) -> tuple[int, int]:
 
 
 def _generate(arguments: argparse.Namespace) -> str:
+    policy = Policy(shapes="exact") if arguments.hide else None
     with progress() as say:
         say(f"reading {arguments.trace}")
         made = benchmark.generate(
             arguments.trace, arguments.out, rank=arguments.rank, step=arguments.step, profile=arguments.profile,
-            shrink=dict(arguments.shrink), alpha=arguments.alpha,
+            shrink=dict(arguments.shrink), alpha=arguments.alpha, policy=policy,
         )  # fmt: skip
     if arguments.json:
         shares = {"coverage": made.coverage, "time_coverage": made.time_coverage}

@@ -40,7 +40,7 @@ def test_a_program_is_generated_run_and_compared(program, tmp_path, capfd):
 
 
 def test_what_is_generated_is_told_and_sizes_become_smaller(tmp_path, capfd):
-    sizes = ("--shrink", "512=64", "--alpha", "1")
+    sizes = ("--shrink", "512=64", "--alpha", "1", "--hide")
     said = json.loads(printed(capfd, "benchmark", "generate", PAIRED, tmp_path, "--json", *sizes))
     assert said["coverage"] == said["time_coverage"] == 1
     assert said["stand_ins"] == []
@@ -48,7 +48,9 @@ def test_what_is_generated_is_told_and_sizes_become_smaller(tmp_path, capfd):
     shapes = [size for _, _, shape, *_ in slots for size in shape]
     assert 64 in shapes
     assert 512 not in shapes
+    assert "layer=" not in (tmp_path / "workload.json").read_text()
     assert f"run it with: python {tmp_path}/bench.py" in printed(capfd, "benchmark", "generate", PAIRED, tmp_path)
+    assert "layer=" in (tmp_path / "workload.json").read_text()
 
 
 def test_a_trace_is_run_without_a_folder_and_the_times_are_json_alone(capfd):
