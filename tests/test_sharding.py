@@ -91,7 +91,7 @@ def test_plans_keep_to_memory_are_repeatable_and_not_worse_than_any_rule(count, 
     tables, costs = task(count, seed), costs_of(devices)
     per_number = {"sgd": 4, "row_wise_adagrad": 6, "adam": 12}[optimizer]
     need = float((tables["rows"] * tables["dim"]).sum() * per_number)
-    memory = [max(room * need / devices, 1e5)] * devices
+    memory = [max(room * need / devices, 1e5) * (1 + device % 2) for device in range(devices)]
     plan = shard(tables, cluster(devices), costs, memory_bytes=memory, optimizer=optimizer, rounds=3)
     assert (plan.devices["bytes"] <= plan.devices["memory_bytes"]).all()
     again = shard(tables, cluster(devices), costs, memory_bytes=memory, optimizer=optimizer, rounds=3)
@@ -292,6 +292,8 @@ GOOD = pl.DataFrame({"table": ["a", "b"], "rows": [100, 1000], "dim": [8, 8], "p
     [
         pytest.param({"rows": [100, 0]}, "table 'b'.*rows = 0", id="no rows"),
         pytest.param({"pooling": [1.0, -1.0]}, "table 'b'.*pooling = -1", id="negative pooling"),
+        pytest.param({"pooling": [1.0, float("nan")]}, "table 'b'.*pooling = nan", id="pooling that is no number"),
+        pytest.param({"dim": [8, -8]}, "table 'b'.*dim = -8", id="negative dim"),
         pytest.param({"rows": [100, 10**9]}, r"table 'b' \(32\.0 GB, with sgd\) finds no room", id="too large"),
     ],
 )

@@ -79,15 +79,11 @@ def shard(
     ----------
     tables
         `rows`, `dim`, `pooling`, and what else `complete_tables` takes.
-    cluster
-        Its GPUs are the devices.
-    costs
-        What plans are priced by, for as many devices: of `ShardingCosts.of` or `pretrain`.
-    memory_bytes, optimizer
-        What each device may hold, one number or one a device, by default `ROOM` of its data sheet's; and whose state
-        counts, of `STATE_BYTES`.
-    splits
-        Which kinds of split may be tried, of `SPLITS`.
+    cluster, costs
+        Its GPUs are the devices; what plans are priced by, for as many: of `ShardingCosts.of` or `pretrain`.
+    memory_bytes, optimizer, splits
+        What each device may hold, one number or one a device, by default `ROOM` of its data sheet's; whose state
+        counts, of `STATE_BYTES`; and which kinds of split may be tried, of `SPLITS`.
     beam, candidates, rounds, caps
         Of the search (K, N, L and M of the paper): states kept a round, tables tried of the largest and of the slowest,
         rounds, and caps of columns from 1 to 1.5 times the mean (and none).
@@ -117,8 +113,7 @@ def shard(
     >>> cluster = Cluster(gpu="H100-SXM-80GB", gpus_per_node=4, inside="NVLink4 NVSwitch")
     >>> costs = ShardingCosts.of(PhysicalLookup.of_sheet(cluster.gpu_sheet), cluster, batch=65536)
     >>> tables = pl.DataFrame({"rows": [10**6] * 5, "dim": [128, 64, 64, 32, 128], "pooling": [20.0, 5, 5, 80, 9]})
-    >>> plan = shard(tables, cluster, costs)
-    >>> plan.frame["table"].n_unique()
+    >>> shard(tables, cluster, costs).frame["table"].n_unique()
     5
     """
     require_kinds(cluster=(cluster, Cluster), costs=(costs, ShardingCosts))
@@ -126,17 +121,12 @@ def shard(
     _require(frame, splits, beam, candidates, rounds, caps)
     grid = np.array([*np.linspace(1.0, 1.5, caps), np.inf])
     made: dict[str, Plan] = {}
-    hidden = [replace(costs, exchange=HiddenExchange(costs.exchange))] if objective else []
-    for some in (costs, *hidden):
-        inner = GridSearch(Pieces.of(frame, some, optimizer), some, memory, grid)
-        search = _Search(frame, inner, frozenset(splits), candidates)
+    for some in (costs, *([replace(costs, exchange=HiddenExchange(costs.exchange))] if objective else [])):
+        pieces = Pieces.of(frame, some, optimizer)
+        search = _Search(frame, GridSearch(pieces, some, memory, grid), frozenset(splits), candidates)
         states = [*search.beam_search(beam, rounds), *search.by_rules(seed)]
-        ranked = sorted((search.refined(state) for state in states), key=_rank)
-        if ranked[0].unplaced_bytes:
-            raise search.no_room(ranked[0], optimizer)
-        kept = [state for state in ranked if not state.unplaced_bytes] if objective else ranked[:1]
-        plans = [search.plan(state, optimizer, merged=merged) for state in kept for merged in (True, False)]
-        made |= {plan.frame.write_csv(): costs.price(plan) for plan in plans}
+        for plan in search.plans(states, optimizer, every=objective is not None):
+            made[plan.frame.write_csv()] = costs.price(plan)
     return min(made.values(), key=objective or (lambda plan: plan.total_us))
 
 
@@ -349,6 +339,14 @@ class _Search:
         order, devices = (np.array(values, dtype=np.int64) for values in (state.order, state.devices))
         better, total = refined(self.grid, order, devices, base, gradients, rounds=4 * len(order))
         return replace(state, devices=tuple(better.tolist()), total_us=total)
+
+    def plans(self, states: Sequence[State], optimizer: str, *, every: bool) -> list[Plan]:
+        """Plans of the best of some states when they are refined, or of all that have room; LayoutError if none has."""
+        ranked = sorted((self.refined(state) for state in states), key=_rank)
+        if ranked[0].unplaced_bytes:
+            raise self.no_room(ranked[0], optimizer)
+        kept = [state for state in ranked if not state.unplaced_bytes] if every else ranked[:1]
+        return [self.plan(state, optimizer, merged=merged) for state in kept for merged in (True, False)]
 
     def no_room(self, state: State, optimizer: str) -> LayoutError:
         """The error that names a table without room."""
