@@ -117,14 +117,15 @@ class _Explorer(Panel):
     def _shown(self, found: list[Result], *, ranks: Sequence[int], window: tuple[float, float], **asked: Any) -> Shown:
         self._draw_charts(found[0], ranks, window)
         if asked["op"] != NO_OP:
-            yield neighbours(found[0], asked["op"])
+            yield _placed(neighbours(found[0], asked["op"]), found[0])
         names = [asked["run"], asked["beside"]] if len(found) > 1 else [""]
         parts = {name: breakdown(one) for name, one in zip(names, found, strict=True)}
         yield charts.breakdown_bars(parts, width_px=WIDTH_PX).configure_legend(**BELOW)
         if len(found) > 1:
             yield compare(*found).head(MOST_ROWS)
         else:
-            yield found[0].ops.filter(pl.col("rank").is_in(ranks)).select(OF_AN_OP).top_k(MOST_ROWS, by="dur_ns")
+            ops = found[0].ops.filter(pl.col("rank").is_in(ranks)).select(OF_AN_OP)
+            yield _placed(ops.top_k(MOST_ROWS, by="dur_ns"), found[0])
 
     def _draw_charts(self, result: Result, ranks: Sequence[int], window: tuple[float, float]) -> None:
         """What is not drawn yet: the brush stands in the overview already if it was drawn there."""
@@ -154,6 +155,12 @@ class _Explorer(Panel):
         lines.append(f"ln.charts.timeline(result, window_ns={_in_ns(window)}, ranks={[*ranks]})")
         ask = [f"ln.neighbours(result, {op})"] if op != NO_OP else []
         return "\n".join([*lines, *ask, "ln.compare(result, other)" if len(names) > 1 else "ln.breakdown(result)"])
+
+
+def _placed(ops: pl.DataFrame, result: Result) -> pl.DataFrame:
+    """Ops with their start as the charts count it."""
+    at_ns = (pl.col("start_ns") - result.ops["start_ns"].min()).alias("at_ns")
+    return ops.select(at_ns if name == "start_ns" else name for name in ops.columns)
 
 
 def _in_ns(window: tuple[float, float]) -> tuple[int, int]:

@@ -10,6 +10,9 @@ from typing import Any
 
 import altair as alt
 
+REST_MS = 200
+"""How long a brush rests before Python hears of it: charts drawn while another still is may come in the wrong order."""
+
 
 class LinkedChart(alt.JupyterChart):
     """A place for charts, one at a time, of which one selection is listened to.
@@ -25,7 +28,9 @@ class LinkedChart(alt.JupyterChart):
     def __init__(self, heard: Callable[[Any], None], fields: Sequence[str] = ()) -> None:
         alt.JupyterChart.enable_offline()
         self._heard, self._fields = heard, list(fields)
-        super().__init__(alt.Chart().mark_point(), debounce_wait=50, max_wait=False, embed_options={"actions": False})
+        # None is drawn at once; a chart is drawn while the page goes on, and might come after the one that follows it.
+        nothing: Any = None
+        super().__init__(nothing, debounce_wait=REST_MS, max_wait=False, embed_options={"actions": False})
 
     def show(self, chart: alt.Chart | alt.LayerChart, brushed: tuple[float, float] | None = None) -> None:
         """Show a chart; `brushed` stands in it from the beginning."""
