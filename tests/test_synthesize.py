@@ -73,6 +73,16 @@ def test_a_word_that_comes_and_goes_does_not_shift_what_follows():
     assert counting.token(1, 7) == (1, 7)
 
 
+def test_a_loop_goes_round_no_more_often_than_it_was_seen_to():
+    chain = NGrams.fit([[0, 1] * 3, [0, 1] * 2], 2, counting=False)
+    for seed in range(20):
+        speaker, rng, said = Speaker(2, 0, [chain], None), np.random.default_rng(seed), []
+        while (word := speaker.draw(rng)) not in (2, None):
+            speaker.say(word)
+            said.append(word)
+        assert said.count(0) <= 3
+
+
 def test_the_net_sampled_is_the_net_trained():
     import torch
 
@@ -166,6 +176,14 @@ def test_larger_messages_and_more_ranks_keep_the_latency_that_sizes_tell():
         expected = 10_000 + 2 * comm["comm_bytes"].to_numpy()
         assert comm["dur_ns"].to_numpy() == pytest.approx(expected, rel=1e-3)
     assert Line(10_000, 2).time_ns(Meeting("all_reduce", (0, 1, 2, 3), 1000)) == 30_000 + 2 * 1500
+
+
+def test_transfers_of_a_meeting_take_alike_long_on_all_ranks():
+    steps = [pattern(2, 3, collective="all_reduce", size_bytes=1000, transfer_us=us) for us in (10, 20, 40, 80)]
+    comm = TraceModel.fit(steps, epochs=0).sample(seed=0).ops.filter(kind="comm").sort("comm_seq", "rank")
+    times = comm["dur_ns"].to_numpy().reshape(3, 2)
+    assert (times[:, 0] == times[:, 1]).all()
+    assert len({*times[:, 0]}) == 3
 
 
 def test_more_ranks_join_the_groups_of_data_parallelism(model):
