@@ -78,7 +78,7 @@ def test_what_does_not_finish_is_found_by_the_check(tmp_path):
     rng = random.Random(7)
     bases = {
         "all": ln.chakra.pattern(3, 3, compute_us=10, collective="all_reduce", size_bytes=64, transfer_us=5),
-        "pp": ln.estimate(SMALL, ln.Parallelism(pp=2, tp=2), TRAIN, cluster(4)),
+        "pp": ln.estimate(SMALL, ln.Parallelism(pp=2, dp=2, zero=1), TRAIN, cluster(4)),
     }
     counts = dict.fromkeys(["finishes, sound", "finishes, found", "does not, found"], 0)
     for name, base in bases.items():

@@ -45,7 +45,7 @@ def test_bundled_runs_take_the_same_time_as_chakra_files_and_pass(tmp_path, name
     run = ln.build_graph(ln.load_run(ln.datasets.path(name)))
     written = ln.chakra.write(run, tmp_path, target=target)
     assert [path.name for path in written] == ["chakra.0.et", "chakra.1.et", "chakra.groups.json"]
-    assert ln.chakra.validate(tmp_path, "astra-sim").is_empty()
+    assert ln.chakra.validate(tmp_path, target).is_empty()
     again = ln.chakra.to_graph(tmp_path)
     was, now = ln.replay(run), ln.replay(again)
     assert abs(now.makespan_ns - was.makespan_ns) <= 1000 * len(was.path)  # a microsecond an op on the path,
@@ -286,6 +286,22 @@ def test_what_the_reference_converter_wrote_waits_for_itself(traces, tmp_path):
     assert graph.report["count"].to_list() == [1277]
     with pytest.raises(GraphError, match="cycle"):
         ln.replay(graph)
+
+
+def test_lags_in_a_row_and_of_several_are_read_as_they_wait(tmp_path):
+    lag = {"name": "lag: launch", "kind": "lag", "dur_us": 5}
+    nodes = [
+        {"id": 0, "kind": "cpu", "dur_us": 7, "lane": "cpu:1"},
+        lag | {"id": 1, "data_deps": [0]},
+        lag | {"id": 2, "data_deps": [1]},
+    ]
+    nodes += [
+        {"id": k, "kind": "kernel", "dur_us": 1, "lane": f"gpu0:{k}", "data_deps": [k // 5 + 1]} for k in (3, 4, 5)
+    ]
+    table = pl.DataFrame(nodes, infer_schema_length=None)
+    graph = ln.chakra.to_graph(ln.chakra.write_file(ln.chakra.Nodes.of(table), tmp_path / "a.0.et"))
+    assert graph.edges["lag_ns"].to_list() == [5000, 5000, 5000, 0]
+    assert ln.replay(graph).makespan_ns == 18_000
 
 
 def test_data_of_nodes_that_are_not_there_is_refused(tmp_path):

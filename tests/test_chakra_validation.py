@@ -139,6 +139,18 @@ def test_each_mistake_is_found_where_it_is(tmp_path, ranks, finding):
     assert finding in found(job(tmp_path, ranks, groups))
 
 
+def test_unlike_collectives_of_a_group_are_in_turn(tmp_path):
+    """A simulator takes them as they get ready: here on rank 1 as in the file, on rank 0 by what 1 and 2 take."""
+
+    def nodes(first_us: int, *deps: int, size: int = 1 << 21) -> list[bytes]:
+        return [comp(1, first_us), comp(2, 100), coll(3, 1), coll(4, *deps, 2, size=size)]
+
+    assert found(job(tmp_path, {0: nodes(50), 1: nodes(200, 3)})) == [("job.0.et", 4, "astra-sim")]
+    assert found(tmp_path, None) == []
+    assert found(job(tmp_path, {0: nodes(50, 3), 1: nodes(200, 3)})) == []
+    assert found(job(tmp_path, {0: nodes(50, size=1 << 20), 1: nodes(200, size=1 << 20)})) == []
+
+
 @pytest.mark.parametrize(
     ("name", "groups", "rule"),
     [("tp_group", {"tp_group": [0, 1]}, "astra-sim"), ("7", None, "astra-sim"), ("7", {"8": [0, 1]}, "group"),

@@ -134,6 +134,7 @@ class RankFiles:
         layout = getattr(source, "layout", None)
         layout = layout if isinstance(layout, Parallelism) else None
         nodes = nodes_of(graph, latencies=target is None, rings=layout is not None)
+        nodes = _in_turn(nodes) if target else nodes
         tables = {rank: table for (rank,), table in nodes.partition_by("rank", as_dict=True).items()}
         if layout is None:
             met = _met(nodes, complete=target is not None)
@@ -198,6 +199,26 @@ def _met(nodes: pl.DataFrame, *, complete: bool) -> dict[str, list[list[int]]]:
                     "needs them all: ln.fill_ranks adds those without a trace."
                 )
     return {name: [sorted(one) for one in sets] for name, sets in found.items()}
+
+
+def _in_turn(nodes: pl.DataFrame) -> pl.DataFrame:
+    """Collectives of a group that are not ready before the one before them, as a group issues one after the other.
+
+    Those of threads of their own (gloo) may be, and a simulator would match them as they get ready.
+    """
+    needs: dict[tuple[int, str], tuple[int, list[int]]] = {}
+    made = []
+    for rank, group, id, own in (
+        nodes.filter(type="COMM_COLL_NODE").select("rank", "group", "id", "data_deps").iter_rows()
+    ):
+        before, of_before = needs.get((rank, group), (-1, []))
+        own = own or []
+        needs[rank, group] = id, own if before in own else sorted({*own, *of_before})
+        made.append((rank, id, needs[rank, group][1]))
+    schema = {"rank": nodes.schema["rank"], "id": pl.UInt64(), "turn": pl.List(pl.UInt64())}
+    turns = pl.DataFrame(made, schema=schema, orient="row")
+    nodes = nodes.join(turns, on=["rank", "id"], how="left", maintain_order="left")
+    return nodes.with_columns(data_deps=pl.coalesce("turn", "data_deps")).drop("turn")
 
 
 def _numbered(

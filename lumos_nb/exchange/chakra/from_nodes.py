@@ -181,18 +181,14 @@ def _joined(job: Job, ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFr
 
 
 def _without_lags(ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Nodes that stand for a lag between two others as that edge's lag."""
+    """Nodes that stand for a lag behind one other as the lag of edges."""
     edges = edges.with_columns(lag_ns=pl.lit(0, pl.Int64))
-    users = (
-        edges.group_by(row="src")
-        .agg(users=pl.len(), to="dst")
-        .join(edges.group_by(row="dst").agg(sources=pl.len(), of="src"), on="row")
-    )
-    lags = ops.filter(pl.col("kind") == LAG).join(
-        users.filter((pl.col("users") == 1) & (pl.col("sources") == 1)), on="row"
-    )
-    back = lags.select(
-        src=pl.col("of").list.first(), dst=pl.col("to").list.first(),
+    to = edges.select(row="src", to="dst")
+    of = edges.group_by(row="dst").agg(sources=pl.len(), of=pl.first("src")).filter(sources=1)
+    lags = ops.filter((pl.col("kind") == LAG) & pl.col("row").is_in(to["row"].implode())).join(of, on="row")
+    lags = lags.filter(~pl.col("of").is_in(lags["row"].implode()))
+    back = lags.join(to, on="row").select(
+        src="of", dst="to",
         rule=pl.col("name").str.extract(f"^{LAG}: (.+)").fill_null(LAG),
         evidence=pl.lit("exact"), hard=True, lag_ns="dur_ns",
     )  # fmt: skip

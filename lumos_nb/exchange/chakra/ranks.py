@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from lumos_nb._jit import jit
 from lumos_nb._replay_kernels import offsets, order_by, topological
 from lumos_nb.errors import ChakraError
 from lumos_nb.exchange.chakra.files import Groups, rank_files, read_groups, stream_file
@@ -135,6 +136,14 @@ class Job:
         )
         return here.with_columns(nth=pl.int_range(pl.len()).over("type", "source", "target", "comm_tag"))
 
+    def latest_behind(self, rows: Int64s, number: Int64s) -> Int64s:
+        """Of rows with numbers in their order, the highest number of those that each waits for at last; -1: none."""
+        src, dst = self.known_edges
+        of = np.full(len(self.nodes), -1)
+        of[rows] = number
+        ptr = offsets(np.sort(src).astype(np.int32), len(of))
+        return highest_before(self.order, ptr, dst[np.argsort(src, kind="stable")], of)[rows]
+
     def _in_order(self) -> pl.DataFrame:
         return self.nodes[self.order] if len(self.nodes) else self.nodes
 
@@ -143,3 +152,14 @@ def sorted_rows(n: int, src: Int64s, dst: Int64s) -> Int64s:
     """Rows in topological order, always the lowest that can go; without those that cycles hold up."""
     by_source = order_by(src.astype(np.int32), np.arange(len(src), dtype=np.int32), n)
     return topological(offsets(src.astype(np.int32), n), dst.astype(np.int32)[by_source]).astype(np.int64)
+
+
+@jit("int64[::1](int64[::1], uint32[::1], int64[::1], int64[::1])")
+def highest_before(order: Int64s, ptr: NDArray[np.uint32], dst: Int64s, number: Int64s) -> Int64s:
+    """The highest number on any path to each row, but its own; edges lie by source from `ptr` on, -1 is none."""
+    found = np.full(len(order), -1)
+    for row in order:
+        out = max(number[row], found[row])
+        for k in range(ptr[row], ptr[row + 1]):
+            found[dst[k]] = max(found[dst[k]], out)
+    return found

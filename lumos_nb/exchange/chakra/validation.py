@@ -256,6 +256,31 @@ def met(job: Job, src: Int64s, dst: Int64s) -> tuple[Int64s, Int64s]:
     return np.append(row[src], sent["row"].to_numpy()), np.append(row[dst], sent["row_right"].to_numpy())
 
 
+def _unordered(job: Job) -> Iterator[pl.DataFrame]:
+    """Unlike collectives of a group without turns, which it matches as they get ready.
+
+    One has its turn if it waits for the one before it, or for all that this one waits for.
+    """
+    group = ["rank", "pg_name"]
+    comm = job.collectives.with_columns(
+        place=pl.col("pg_name").rank("dense").over("rank").fill_null(0),
+        alike=pl.struct("comm_type", "comm_size").n_unique().over(group) == 1,
+        needs=pl.concat_list("ctrl_deps", "data_deps"),
+    )
+    for own in comm.partition_by("place") if job.several else ():
+        rows, nth = (own[name].cast(pl.Int64).to_numpy() for name in ("row", "nth"))
+        before = pl.col("needs").shift(1).over(group)
+        ready = pl.col("needs").list.set_intersection(before).list.len() == before.list.n_unique()
+        late = own.filter(
+            ~pl.col("alike")
+            & (pl.col("nth") > 0)
+            & (pl.Series(job.latest_behind(rows, nth)) < pl.col("nth") - 1)
+            & ~ready
+        )
+        text = "nothing makes it wait for the collective before it of group {}: other ranks may have them the other way"
+        yield _found(late, "astra-sim", pl.format(text, pl.col("pg_name").fill_null("all")))
+
+
 def _astra_sim(job: Job) -> Iterator[pl.DataFrame]:
     nodes, rule = job.nodes, "astra-sim"
     comm = nodes.filter(pl.col("type").is_in(["COMM_COLL_NODE", *MESSAGE_TYPES]))
@@ -267,6 +292,7 @@ def _astra_sim(job: Job) -> Iterator[pl.DataFrame]:
     unable = comm.filter((pl.col("type") == "COMM_COLL_NODE") & ~pl.col("comm_type").is_in(able))
     yield _found(unable, rule, pl.format("it never finishes a collective of comm_type {}", "comm_type"))
     yield _found(comm.filter(~pl.col("pg_name").str.contains(r"^[0-9]+$")), rule, "it takes numbers alone as pg_name")
+    yield from _unordered(job)
     unlisted = comm.filter(pl.col("pg_name").is_not_null() & ~pl.col("pg_name").is_in(list(job.groups)))
     yield _found(unlisted, rule, "it stops at a group that no file lists")
     messages = comm.filter(pl.col("type").is_in(MESSAGE_TYPES) & pl.col("comm_tag").is_null())
