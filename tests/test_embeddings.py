@@ -16,7 +16,7 @@ from lumos_nb.costs import embedding_net
 from lumos_nb.costs.embedding_net import LookupNet
 from lumos_nb.costs.embedding_reuse import in_units, misses, new_rows, reuse
 from lumos_nb.costs.embedding_samples import call_times, median_errors, predicted_times, unseen_times
-from lumos_nb.costs.embeddings import PhysicalLookup, lookup_us, parts_named
+from lumos_nb.costs.embeddings import PhysicalLookup, costs_named, lookup_us, parts_named
 from lumos_nb.embedding_tables import BINS, complete_tables, reuse_factor, uniform_indices, zipf_indices
 from lumos_nb.errors import CalibrationError, InputError, LayoutError, SchemaError
 
@@ -57,7 +57,7 @@ def lookups() -> pl.DataFrame:
             rows.append(about | {"rows": int(size), "dim": int(dim), "pooling": float(pooling), **bins})
     frame = pl.DataFrame(rows).with_columns(pl.lit(1.0).alias(name) for name in TIMES)
     start = PhysicalLookup.of_sheet(SHEET)
-    costs = (20.0, 15.0, 0.01, 0.002, 5e-5, 6e-4, 0.0, 3e-3, 0.01, 0.0, 0.0, 3e-3)
+    costs = (20.0, 15.0, 0.01, 0.002, 5e-5, 6e-4, 0.0, 3e-3, 0.01, 0.0, 0.0, 3e-3, 0.0, 2e-3)
     known = msgspec.structs.replace(start, forward_us=costs, backward_us=tuple(4 * cost for cost in costs))
     times = predicted_times(known, frame) * np.exp(rng.normal(0, 0.02, (240, 2)))
     of_call = pl.DataFrame({"call": np.arange(240), **dict(zip(TIMES, times.T, strict=True))})
@@ -114,6 +114,16 @@ def test_a_call_costs_what_its_parts_sum_to() -> None:
     assert priced[3] == pytest.approx(priced[:3].sum(axis=0) - 2 * np.array(call))
     assert priced[4].tolist() == [0.0, 0.0]
     assert lookup_us(A100, TABLES, 65536, []).shape == (0, 2)
+
+
+def test_a_call_of_more_lines_than_a_cache_holds_costs_more_than_its_tables() -> None:
+    start = PhysicalLookup.of_sheet(SHEET)
+    nothing = [0.0] * len(start.forward_us)
+    costs = dict.fromkeys(costs_named(start.caches), 0.0) | {"call's lines beyond L2": 1.0}
+    model = msgspec.structs.replace(start, forward_us=tuple(nothing), backward_us=tuple(costs.values()))
+    tables = pl.DataFrame({"rows": [10**5, 10**5], "dim": [16, 16], "pooling": [20.0, 20.0]})  # a line a lookup
+    found = lookup_us(model, tables, 1000, [[0], [1], [0, 1]])
+    assert found.tolist() == [[0.0, 0.0], [0.0, 0.0], [0.0, 40_000 - 2e6 / 64]]
 
 
 def test_reuse_makes_a_lookup_faster_and_a_larger_table_slower() -> None:
@@ -187,7 +197,7 @@ def test_files_that_hold_no_model_are_refused(text: str, tmp_path: Path) -> None
 
 def test_samples_that_cannot_be_are_refused(lookups: pl.DataFrame) -> None:
     nan = pl.when(pl.col("call") == 3).then(float("nan")).otherwise("forward_time_us")
-    with pytest.raises(CalibrationError, match="10 calls cannot tell 12 costs apart"):
+    with pytest.raises(CalibrationError, match="10 calls cannot tell 14 costs apart"):
         PhysicalLookup.fit(lookups.filter(pl.col("call") < 10), SHEET)
     with pytest.raises(CalibrationError, match=r"sample of lookups 3 has forward_time_us = nan"):
         PhysicalLookup.fit(lookups.with_columns(forward_time_us=nan), SHEET)

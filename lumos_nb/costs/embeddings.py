@@ -99,6 +99,9 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Lookups priced by the traffic that they cause: every kind of it costs its own time, and times add up.
 
+    One kind is of a call as a whole: a backward pass makes the gradients of all its tables before the optimizer reads
+    those of the first, so that of more than a cache holds some have left it.
+
     Attributes
     ----------
     name
@@ -110,7 +113,7 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     resident_bags
         Samples of all tables that are looked up at once, which decides how many tables share a cache; 1 on a CPU.
     forward_us, backward_us
-        Of a call, then of each of `parts_named`.
+        Of each of `costs_named`.
     calls, errors
         What it was fitted on (0: on nothing), and the median |predicted / measured - 1|, forward and backward, of
         groups of tables that a fit had not seen; None: none was left out.
@@ -131,7 +134,7 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         """Refuse numbers that no fit gives: they would price silently wrong."""
-        wanted = 1 + len(parts_named(self.caches))
+        wanted = len(costs_named(self.caches))
         for costs in (self.forward_us, self.backward_us):
             if len(costs) != wanted or not all(0 <= cost < np.inf for cost in costs):
                 raise CalibrationError(f"lookups on {self.name}: {costs} are not {wanted} costs from 0 on; fit again.")
@@ -178,7 +181,7 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         line, share = (64, 1.0) if on_cpu else (32, 0.9)
         caches = [Cache(name="L2", unit_bytes=line, size_bytes=share * gpu.l2_bytes)]
         caches += [Cache(name="TLB", unit_bytes=4096, size_bytes=2048 * 4096.0)] if on_cpu else []
-        traffic = [line * byte_us / 2.5, 0.0, line * byte_us, *[0.0] * (2 * len(caches))]
+        traffic = [line * byte_us / 2.5, 0.0, line * byte_us, *[0.0] * (3 * len(caches))]
         start = [5.0, 0.0, 0.0, 0.0, byte_us]
         return cls(
             name=gpu.name, line_bytes=line, caches=tuple(caches), resident_bags=1.0 if on_cpu else 45.0 * gpu.cores,
@@ -220,8 +223,7 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _fitted(self, samples: pl.DataFrame) -> PhysicalLookup:
         """The same device with costs fitted on checked samples."""
-        sums, times = call_sums(samples, self), call_times(samples)
-        traffic = np.column_stack([np.ones(len(sums)), sums])
+        traffic, times = self._traffic(call_sums(samples, self)), call_times(samples)
         if len(times) <= traffic.shape[1]:
             raise CalibrationError(
                 f"{len(times)} calls cannot tell {traffic.shape[1]} costs apart; record lookups for longer."
@@ -238,9 +240,7 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def costs(self) -> pl.DataFrame:
         """What each kind of traffic costs: `cost`, `forward_ns`, `backward_ns`."""
         forward, backward = (1e3 * np.array(us) for us in (self.forward_us, self.backward_us))
-        return pl.DataFrame(
-            {"cost": ["call", *parts_named(self.caches)], "forward_ns": forward, "backward_ns": backward}
-        )
+        return pl.DataFrame({"cost": costs_named(self.caches), "forward_ns": forward, "backward_ns": backward})
 
     def _caption(self) -> str:
         return f"Lookups on {self.name}: {described(self.calls, self.errors)}"
@@ -264,15 +264,25 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def of_sums(self, sums: Floats) -> Floats:
         """Forward and backward microseconds from sums of parts: (m, k) -> (m, 2)."""
-        of_call, *of_parts = np.array([self.forward_us, self.backward_us]).T
-        priced: Floats = sums @ np.array(of_parts) + of_call
+        priced: Floats = self._traffic(sums) @ np.array([self.forward_us, self.backward_us]).T
         return priced
+
+    def _traffic(self, sums: Floats) -> Floats:
+        """What each of `costs_named` is paid for, of calls with these sums of parts: (m, k) -> (m, costs)."""
+        lines_bytes = sums[:, parts_named(self.caches).index("lines")] * self.line_bytes
+        beyond = [np.maximum(lines_bytes - cache.size_bytes, 0.0) / self.line_bytes for cache in self.caches]
+        return np.column_stack([np.ones(len(sums)), sums, *beyond])
 
 
 def parts_named(caches: Sequence[Cache]) -> list[str]:
     """Names of the parts of a `PhysicalLookup`."""
     missed = [f"{what} beyond {cache.name}" for cache in caches for what in ("rows", "units")]
     return ["tables", "samples", "lookups", "streamed bytes", "lines", *missed, "new rows", "new lines"]
+
+
+def costs_named(caches: Sequence[Cache]) -> list[str]:
+    """Names of what a `PhysicalLookup` has costs of: a call, each of its parts, and lines of all the call's tables."""
+    return ["call", *parts_named(caches), *(f"call's lines beyond {cache.name}" for cache in caches)]
 
 
 def _costs(traffic: Floats, time_us: Floats) -> tuple[float, ...]:
