@@ -20,8 +20,8 @@ from gloo_ranks import run_ranks
 from benchmarks.captured_models import ALONE, ON_TWO
 from datasets.gpt import Gpt, GptConfig, loss_fn, make_batch
 from lumos_nb import benchmark
-from lumos_nb.errors import BenchmarkError, InputError
-from lumos_nb.exchange.benchmark import binding
+from lumos_nb.errors import BenchmarkError, InputError, TraceError
+from lumos_nb.exchange.benchmark import peers
 from lumos_nb.exchange.benchmark.binding import Bench, Unusable, dtype_of, find_op
 from lumos_nb.layout import Cluster
 from lumos_nb.recorder import capture
@@ -82,7 +82,7 @@ def test_the_program_needs_only_torch(gpt_capture: Path, tmp_path: Path):
     benchmark.generate(gpt_capture, tmp_path, rank=0)
     text = "\n".join(path.read_text() for path in tmp_path.glob("*.py"))
     imported = {line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
-    assert imported - set(sys.stdlib_module_names) == {"torch", "binding", "device_activity"}
+    assert imported - set(sys.stdlib_module_names) == {"torch", "binding", "peers", "device_activity"}
 
 
 @pytest.mark.parametrize("kind", ["resnet", "dlrm", "encoder", "lstm"])
@@ -311,8 +311,8 @@ def test_absent_peers_of_a_gpu_are_waited_for_on_a_stream_of_their_own(monkeypat
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "_sleep", done.append, raising=False)
-    monkeypatch.setattr(binding, "cycles_per_ns", lambda: 1.5)
-    wait = binding.Absent("cuda").begin(2000)
+    monkeypatch.setattr(peers, "cycles_per_ns", lambda: 1.5)
+    wait = peers.Absent("cuda").begin(2000)
     assert done == ["after what was issued", 3000]
     wait()
     assert done[-1] == "end"
@@ -391,6 +391,59 @@ def test_what_is_larger_than_memory_is_refused_and_smaller_sizes_are_offered(tmp
     with pytest.raises(BenchmarkError, match=r"free: run a part .* smaller sizes"):
         benchmark.replay(path, arguments=["--device", "cpu"])
     assert len(benchmark.replay(path, arguments=["--device", "cpu", "--iterations", "2"], shrink={huge: 8})) == 2
+
+
+_REPEAT = "aten::repeat(Tensor self, SymInt[] repeats) -> Tensor"
+_FULL = "aten::full(SymInt[] size, Scalar fill_value) -> Tensor"
+_BINCOUNT = "aten::bincount(Tensor self, Tensor? weights=None, SymInt minlength=0) -> Tensor"
+SWOLLEN = {
+    # name, schema, values, types: numbers among the arguments that ask for more than memory
+    "repeat": ("aten::repeat", _REPEAT, [TENSOR, [1 << 36, 1]], ["Tensor(float)", "GenericList[Int,Int]"]),
+    "full": ("aten::full", _FULL, [[1 << 20, 1 << 20], 1], ["GenericList[Int,Int]", "Int"]),
+    "arange": ("aten::arange", "aten::arange(Scalar end) -> Tensor", [1 << 40], ["Int"]),
+    "no size": ("aten::bincount", _BINCOUNT, [TENSOR, None, 1 << 40], ["Tensor(long int)", "None", "Int"]),
+}
+
+
+@pytest.mark.parametrize("which", SWOLLEN)
+def test_numbers_that_ask_for_more_than_memory_are_found_out_before_anything_is_allocated(which: str, tmp_path: Path):
+    benchmark.generate(trace_of(tmp_path, *SWOLLEN[which]), tmp_path / "program")
+    bench = Bench(tmp_path / "program", "cpu", lambda at, path, talks: True)
+    bench.allocate()
+    bench.bind()
+    ((_, reason),) = bench.stand_ins
+    assert "its result would take" in reason or "nothing says how much memory" in reason
+
+
+def test_large_numbers_that_take_no_memory_are_no_harm(tmp_path: Path):
+    schema = "aten::slice.Tensor(Tensor(a) self, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1)"
+    values, types = [TENSOR, 0, 0, (1 << 63) - 1, 1], ["Tensor(float)", *["Int"] * 4]
+    path = trace_of(tmp_path, "aten::slice.Tensor", f"{schema} -> Tensor(a)", values, types)
+    assert benchmark.generate(path, tmp_path / "program").coverage == 1
+    assert len(benchmark.replay(path, arguments=["--device", "cpu", "--iterations", "1"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("tensor", "more"),
+    [
+        pytest.param(TENSOR, {"shape": [-3, 4]}, id="shape below 0"),
+        pytest.param([7, 8, -5, 12, 4, "cpu"], {}, id="offset below 0"),
+        pytest.param(TENSOR, {"shape": [1 << 70]}, id="a dimension beyond all numbers"),
+        pytest.param(TENSOR, {"shape": ["x", 4]}, id="a dimension that is text"),
+        pytest.param([[[[[TENSOR]]]]], {}, id="lists in lists"),
+    ],
+)
+def test_tensors_that_cannot_be_are_refused_with_the_node(tensor: Any, more: dict[str, Any], tmp_path: Path):
+    path = trace_of(tmp_path, "aten::relu", "aten::relu(Tensor self) -> Tensor", [tensor], ["Tensor(float)"], **more)
+    with pytest.raises(TraceError, match="node 3"):
+        benchmark.workload(path)
+
+
+def test_lists_nested_without_end_are_refused(tmp_path: Path):
+    path = trace_of(tmp_path, "aten::relu", "aten::relu(Tensor self) -> Tensor", ["DEEP"], ["Tensor(float)"])
+    path.write_text(path.read_text().replace('"DEEP"', "[" * 5000 + "]" * 5000))
+    with pytest.raises(TraceError):
+        benchmark.workload(path)
 
 
 @pytest.mark.parametrize("shrink", [{4: 0}, {4: "x"}, {-1: 2}, {4.5: 2}])

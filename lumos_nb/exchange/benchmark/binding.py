@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import operator
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lumos_nb.exchange.benchmark.peers import Absent, issue, join
+from lumos_nb.exchange.benchmark.peers import Unusable as Unusable
 
 NAME = re.compile(r"([A-Za-z_]\w*)::([A-Za-z_]\w*)(?:\.([A-Za-z_]\w*))?")
 KINDS = {"Tensor", "SymInt", "int", "float", "bool", "number", "Scalar", "ScalarType", "Layout", "Device", "Generator"}
@@ -28,16 +30,12 @@ KINDS |= {"MemoryFormat", "NoneType"}
 WORDS = {"approximate", "reduce", "mode", "rounding_mode", "padding", "padding_mode", "indexing", "equation", "ord"}
 WORDS |= {"reduce_op", "group_name"}
 """Of arguments that are text."""
-DEFAULT = "0"
-"""Name of the group of all ranks."""
 SPARE = 0.8
 """Share of the free memory that may be taken."""
+SUSPECT = 1 << 27
+"""Elements that a call's numbers may ask for before it is tried without data."""
 Run = Callable[[], None]
 """Makes a call."""
-
-
-class Unusable(Exception):
-    """A workload, or a part of it, cannot be run here; the message says why and what to do."""
 
 
 def find_op(name: str) -> Any:
@@ -48,7 +46,7 @@ def find_op(name: str) -> Any:
     try:
         found = getattr(getattr(getattr(torch.ops, parts[1]), parts[2]), parts[3] or "default")
     except (AttributeError, RuntimeError):
-        raise Unusable(f"{name} is not in this torch's registry") from None
+        raise Unusable(f"{name[:80]} is not in this torch's registry") from None
     if not isinstance(found, torch._ops.OpOverload):
         raise Unusable(f"{name} is no operator")
     for argument in found._schema.arguments:
@@ -108,99 +106,6 @@ def fill(flat: torch.Tensor, rule: Sequence[Any], drawn: Path) -> None:
         flat.fill_(numbers[0])
     else:
         raise Unusable(f"{kind!r} is no rule of values.")
-
-
-def issue(what: str, out: Sequence[Any], given: Sequence[Any], said: dict[str, Any], group: Any) -> Any:
-    """Begin a collective or a message on the tensors for its results (in place: all) and those that it gives."""
-    later, peer = {"group": group, "async_op": True}, said["peer"]
-    match what:
-        case "all_reduce":
-            return [dist.all_reduce(one, **later) for one in out][-1]
-        case "all_gather" if len(out) == 1:
-            return dist.all_gather_into_tensor(out[0], given[0], **later)
-        case "all_gather":
-            return dist.all_gather(list(out), given[0], **later)
-        case "reduce_scatter" if len(given) == 1:
-            return dist.reduce_scatter_tensor(out[0], given[0], **later)
-        case "reduce_scatter":
-            return dist.reduce_scatter(out[0], list(given), **later)
-        case "all_to_all" if len(given) == 1:
-            return dist.all_to_all_single(out[0], given[0], *said["splits"], **later)
-        case "all_to_all":
-            return dist.all_to_all(list(out), list(given), **later)
-        case "broadcast":
-            return dist.broadcast(out[0], group_src=peer, **later)
-        case "reduce":
-            return dist.reduce(out[0], group_dst=peer, **later)
-        case "gather":
-            return dist.gather(given[0], list(out) or None, group_dst=peer, **later)
-        case "scatter":
-            return dist.scatter(out[0], list(given) or None, group_src=peer, **later)
-        case "send":
-            return dist.isend(out[0], group=group, group_dst=peer)
-        case "recv":
-            return dist.irecv(out[0], group=group, group_src=peer)
-        case "barrier":
-            return dist.barrier(**later)
-    raise Unusable(f"{what[:80]!r} is no collective")
-
-
-def join(groups: dict[str, list[int]], source: dict[str, Any], device: str) -> dict[str, Any]:
-    """Process groups by the trace's names; torch's fake group is those some of whose ranks are not launched."""
-    every, launched = [*range(len(groups[DEFAULT]))], int(os.environ.get("WORLD_SIZE", "0"))
-    present, library = source["ranks"] if launched else [], "nccl" if device == "cuda" else "gloo"
-    if launched not in (0, len(source["ranks"])):
-        raise Unusable(f"{len(present)} rank(s) can be launched: as many, or one without torchrun, with fake peers.")
-    if not dist.is_initialized() and present == every:
-        dist.init_process_group(library, timeout=timedelta(seconds=120))
-    elif not dist.is_initialized():
-        from torch.distributed.rendezvous import rendezvous
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        store = next(iter(rendezvous("env://")))[0] if launched else FakeStore()
-        dist.init_process_group("fake", store=store, rank=source["rank"], world_size=len(every))
-    mine = {name: dist.group.WORLD for name, ranks in groups.items() if ranks == every}
-    for name, ranks in sorted(groups.items()):
-        if name not in mine and dist.get_rank() in ranks:
-            backend = library if {*ranks} <= {*present} else "fake"
-            mine[name] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    return mine
-
-
-class Absent:
-    """A group whose peers are not there: each collective takes its time after the last, on the host or on a stream."""
-
-    def __init__(self, device: str) -> None:
-        self.free_ns = 0
-        self.stream: Any = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
-        self.cycles_per_ns = cycles_per_ns() if device == "cuda" else 0.0
-
-    def begin(self, delay_ns: int) -> Run:
-        """Begin one; what is given back waits for its end."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                torch.cuda._sleep(int(delay_ns * self.cycles_per_ns))  # type: ignore[no-untyped-call]
-            ended = self.stream.record_event()
-            return lambda: torch.cuda.current_stream().wait_event(ended)
-        self.free_ns = until = max(self.free_ns, time.perf_counter_ns()) + delay_ns
-
-        def wait() -> None:
-            while time.perf_counter_ns() < until:
-                pass
-
-        return wait
-
-
-def cycles_per_ns() -> float:
-    """How fast the clock goes that `torch.cuda._sleep` counts."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    for cycles in (1_000_000, 10_000_000):  # the first warms up
-        begin.record()
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-        end.record()
-        end.synchronize()
-    return 1e-6 * cycles / float(begin.elapsed_time(end))
 
 
 class Bench:
@@ -287,7 +192,7 @@ class Bench:
             except torch.OutOfMemoryError as error:
                 raise Unusable(f"{name}: {error}; run a part, or smaller sizes.") from error
             except Exception as error:
-                self.stand_ins[name, (str(error).strip() or type(error).__name__).splitlines()[0][:100]] += 1
+                self.stand_ins[name[:80], (str(error).strip() or type(error).__name__).splitlines()[0][:100]] += 1
                 run = self.stand_in(at, call)
                 run()
             program.append(run)
@@ -307,6 +212,7 @@ class Bench:
         if not self.table["ops"][call["op"]]:
             raise Unusable(call["why"])
         found = find_op(self.table["ops"][call["op"]])
+        self.check_size(found, call)
         schema, given, values = found._schema.arguments, call["in"], self.values
         positional: list[int] = []
         fixed: dict[str, Any] = {}
@@ -388,6 +294,36 @@ class Bench:
             works[made] = queue.begin(delay_ns)
 
         return start
+
+    def check_size(self, found: Any, call: dict[str, Any]) -> None:
+        """Raise if numbers among the arguments ask for more memory than is free: found out on tensors without data."""
+        slots = [*slots_in([*call["in"].values()]), *(slot for slot in call["out"] if slot >= 0)]
+        numel = max([1, *(math.prod(self.slots[slot][2]) for slot in slots)])
+        lists = [value if isinstance(value, list) else [value] for value in call["in"].values()]
+        largest = max((math.prod(max(abs(n), 1) for n in some if type(n) is int) for some in lists), default=1)
+        if largest * numel < SUSPECT or self.talks(call):
+            return
+
+        def empty(value: Any) -> Any:
+            if isinstance(value, list):
+                return [empty(one) for one in value]
+            if not isinstance(value, dict) or "slot" not in value:
+                return value
+            _, _, shape, strides, dtype = self.slots[value["slot"]]
+            return torch.empty_strided(shape, strides, dtype=dtype_of(dtype), device="meta")
+
+        arguments = {name: empty(value) for name, value in call["in"].items()}
+        if any(argument.name == "device" for argument in found._schema.arguments):
+            arguments["device"] = "meta"
+        try:
+            made = found(**arguments)
+        except Exception:  # it has no kernel that only tells the size
+            if largest > max(1 << 20, numel):
+                raise Unusable("nothing says how much memory it takes, and its numbers are large") from None
+            return
+        tensors = [one for one in (made if isinstance(made, list | tuple) else [made]) if isinstance(one, torch.Tensor)]
+        if (need := sum(one.numel() * one.element_size() for one in tensors)) > SPARE * free_bytes(self.device):
+            raise Unusable(f"its result would take {need / 1e9:.3g} GB")
 
     def talk(self, at: int, call: dict[str, Any]) -> Run:
         """The function that issues a collective or a message, or waits for one."""

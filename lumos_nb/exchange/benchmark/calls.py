@@ -149,7 +149,14 @@ def _read_arguments(trace: ExecutionTrace, nodes: dict[int, Node], sizes: Mappin
         text = f"{kind}|{value}|{shape}|{strides}"
         if text not in known:
             decoded = [None if part is None else msgspec.json.decode(part) for part in (value, shape, strides)]
-            known[text] = _resized(_argument(iter(_LEAF.findall(kind)), *decoded), sizes)
+            read = _argument(iter(_LEAF.findall(kind)), *decoded)
+            for tensor in tensors_of([read]):
+                if min([tensor.offset, *tensor.shape, *(tensor.strides or ())]) < 0:
+                    raise TraceError(
+                        f"{trace.path}: node {node_id}: no tensor has shape {[*tensor.shape]}, strides "
+                        f"{[*(tensor.strides or ())]} and offset {tensor.offset}: give a trace that torch wrote."
+                    )
+            known[text] = _resized(read, sizes)
         node = nodes[node_id]
         (node.inputs if side == "input" else node.outputs).append(known[text])
 

@@ -19,7 +19,8 @@ from lumos_nb.exchange.benchmark.tables import Workload, workload
 from lumos_nb.traces.execution_trace import ExecutionTrace, is_execution_trace
 from lumos_nb.traces.files import files_of
 
-RUNNER = [*(Path(__file__).with_name(name) for name in ("bench.py", "binding.py")), Path(device_activity.__file__)]
+RUNNER = [Path(__file__).with_name(f"{name}.py") for name in ("bench", "binding", "peers")]
+RUNNER += [Path(device_activity.__file__)]
 """Modules that make the program; they need each other and torch."""
 
 
