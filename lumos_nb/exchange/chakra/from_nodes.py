@@ -143,7 +143,6 @@ def _joined(job: Job, ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFr
     sent = sends.join(receives, on=pair, nulls_equal=True).with_columns(pl.col("row", "row_right").cast(pl.Int64))
     eager = sent.filter(~pl.col("rendezvous").fill_null(value=False))
     direct = eager.select(src="row", dst="row_right", rule=pl.lit("collective"), evidence=pl.lit("exact"), hard=True)
-    both = sent.join(eager, on="row", how="anti").select("row", "row_right", meeting=pl.int_range(pl.len()))
     number = pl.int_range(pl.len(), dtype=pl.Int64)
     both = sent.join(eager, on="row", how="anti").select("row", "row_right", meeting=-1 - number, nth="nth")
     of_group = pl.struct("pg_name", "nth").rank("dense").cast(pl.Int64)
