@@ -269,7 +269,8 @@ def sweep(
 
     Examples
     --------
-    >>> sweep(graph, [{"scenario": "kernels", "kernel": 0.5}, {"scenario": "launches", "lag:launch": 0, "launch": 0.5}])
+    >>> launches = {"scenario": "launches", "lag:launch": 0, "launch": 0.5}
+    >>> sweep(graph, [{"scenario": "operators", "cpu": 0.5}, launches])
     """
     if type(block) is not int or block < 1:
         raise ScenarioError(f"block={block!r}: a block is a whole number of scenarios, at least one.")

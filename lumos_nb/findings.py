@@ -30,7 +30,7 @@ def step_spread(recording: Recording) -> pl.DataFrame:
 
     Examples
     --------
-    >>> step_spread(Recording.of(run))["noise_share"].item()  # doctest: +SKIP
+    >>> step_spread(Recording.of(run))["noise_share"].item()
     """
     step, middle = pl.col("step_ns"), pl.col("step_ns").median()
     return inner_steps(recording).select(
@@ -47,7 +47,7 @@ def parts_by_rank(source: HasOps) -> pl.DataFrame:
 
     Examples
     --------
-    >>> parts_by_rank(replay(graph))  # doctest: +SKIP
+    >>> parts_by_rank(replay(graph))
     """
     parts = breakdown(source).with_columns(pl.col("part") + "_ns")
     wide = parts.pivot("part", index="rank", values="time_ns")
@@ -66,7 +66,7 @@ def exposed_communication(source: HasOps) -> pl.DataFrame:
 
     Examples
     --------
-    >>> exposed_communication(replay(graph)).group_by("rank").agg(pl.sum("share"))  # doctest: +SKIP
+    >>> exposed_communication(replay(graph)).group_by("rank").agg(pl.sum("share"))
     """
     part, time = pl.col("part"), pl.col("time_ns")
     exposed = breakdown(source, by="collective").filter(part.str.starts_with("exposed_"))
@@ -93,7 +93,7 @@ def path_by_name(result: Result) -> pl.DataFrame:
 
     Examples
     --------
-    >>> path_by_name(replay(graph)).head(10)  # doctest: +SKIP
+    >>> path_by_name(replay(graph)).head(10)
     """
     end_ns = result.step_ends.filter(pl.col("step") == pl.col("step").max())["end_ns"].max()
     assert isinstance(end_ns, int)
@@ -124,7 +124,7 @@ def waits_for(source: Graph | Result) -> pl.DataFrame:
 
     Examples
     --------
-    >>> waits_for(replay(graph)).filter(pl.col("rank") != pl.col("for_rank"))  # doctest: +SKIP
+    >>> waits_for(replay(graph)).filter(pl.col("rank") != pl.col("for_rank"))
     """
     graph = source.graph if isinstance(source, Result) else source
     if not isinstance(graph, Graph):
@@ -187,7 +187,7 @@ def neighbours(result: Result, op_id: int) -> pl.DataFrame:
 
     Examples
     --------
-    >>> neighbours(replay(graph), 17).filter(pl.col("relation") == "waits for")  # doctest: +SKIP
+    >>> neighbours(replay(graph), 17).filter(pl.col("relation") == "waits for")
     """
     ops, edges = result.ops, result.graph.edges
     if ops.filter(pl.col("op_id") == op_id).is_empty():
@@ -253,7 +253,7 @@ def evidence_shares(graph: Graph) -> pl.DataFrame:
 
     Examples
     --------
-    >>> evidence_shares(build_graph(run))  # doctest: +SKIP
+    >>> evidence_shares(build_graph(run))
     """
     what, detail = pl.col("what"), pl.col("detail")
     kind = (

@@ -248,7 +248,7 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
 
     Examples
     --------
-    >>> graph = build_graph(load_run("runs/gpt"), step=3)  # doctest: +SKIP
+    >>> graph = build_graph(load_run("runs/gpt"), step=3)
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
     step = recording.default_step() if step is None else recording.known_step(step)

@@ -75,8 +75,8 @@ def build_ops(events: pl.DataFrame) -> pl.DataFrame:
     Examples
     --------
     >>> import lumos_nb as ln
-    >>> run = ln.load_run("runs/gpt")           # doctest: +SKIP
-    >>> ln.build_ops(run.events).group_by("kind").len()  # doctest: +SKIP
+    >>> run = ln.load_run("runs/gpt")
+    >>> ln.build_ops(run.events).group_by("kind").len()
     """
     events = EVENTS.check(events)
     return ops_and_report(events, step_marks(events))[0]

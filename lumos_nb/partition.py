@@ -122,8 +122,8 @@ def breakdown(source: HasOps | Run, *, by: str = "rank") -> pl.DataFrame:
 
     Examples
     --------
-    >>> parts = breakdown(graph)                                                                   # doctest: +SKIP
-    >>> parts.filter(pl.col("part").str.starts_with("exposed_")).group_by("rank").agg(pl.sum("share")) # doctest: +SKIP
+    >>> parts = breakdown(graph)
+    >>> parts.filter(pl.col("part").str.starts_with("exposed_")).group_by("rank").agg(pl.sum("share"))
     """
     source = _step_of(source)
     ops = source.ops

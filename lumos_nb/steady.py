@@ -34,7 +34,7 @@ def repeat(graph: Graph, times: int = 4) -> Graph:
 
     Examples
     --------
-    >>> replay(repeat(build_graph(run))).step_ns  # doctest: +SKIP
+    >>> replay(repeat(build_graph(run))).step_ns
     """
     if type(times) is not int or times < 2:
         raise GraphError(f"a steady state needs a whole number of at least 2 repetitions, not {times!r}.")

@@ -54,7 +54,7 @@ def without_stragglers(
 
     Examples
     --------
-    >>> replay(without_stragglers(graph)).step_ns / replay(graph).step_ns  # doctest: +SKIP
+    >>> replay(without_stragglers(graph)).step_ns / replay(graph).step_ns
     """
     require(graph, "edges")
     if statistic not in ("median", "mean"):
@@ -131,8 +131,8 @@ def with_pooled_durations(graph: Graph, over: Iterable[Graph]) -> Graph:
 
     Examples
     --------
-    >>> graphs = [build_graph(recording, step) for step in recording.step_times()["step"]]  # doctest: +SKIP
-    >>> replay(with_pooled_durations(graphs[0], graphs)).step_ns  # doctest: +SKIP
+    >>> graphs = [build_graph(recording, step) for step in recording.step_times()["step"]]
+    >>> replay(with_pooled_durations(graphs[0], graphs)).step_ns
     """
     require(graph, "edges")
     comm, gap = pl.col("kind") == "comm", pl.col("kind").is_in(["gap", "unexplained"])
@@ -175,7 +175,7 @@ def waiting_caused(result: Result, *, by: str | Sequence[str] = "rank") -> pl.Da
 
     Examples
     --------
-    >>> waiting_caused(replay(graph))  # doctest: +SKIP
+    >>> waiting_caused(replay(graph))
     """
     if not isinstance(result, Result):
         raise InputError(f"this takes a Result: replay(graph) gives one; it was given a {type(result).__name__}.")

@@ -171,8 +171,9 @@ def insert(
 
     Examples
     --------
-    >>> whatif.insert(graph, pl.col("name") == "gemm", "cast", 3_000, kind="kernel")
-    >>> whatif.insert(graph, pl.col("name") == "data_loader", "late input", 5_000_000, kind="unexplained", before=True)
+    >>> whatif.insert(graph, pl.col("name") == "mlp up gemm", "cast", 3_000, kind="kernel")
+    >>> first = pl.col("name").str.starts_with("embedding tokens")
+    >>> whatif.insert(graph, first, "late input", 5_000_000, kind="unexplained", before=True)
     """
     require(graph, "edges")
     graph = replace(graph, ops=graph.ops[Plan.of(graph).row])  # in the order of the edges
@@ -232,7 +233,7 @@ def fuse(graph: Graph, where: pl.Expr, name: str, *, by: float = 1.0, dur_ns: in
 
     Examples
     --------
-    >>> whatif.fuse(graph, pl.col("name").str.contains("elementwise"), "fused", by=0.4)
+    >>> whatif.fuse(graph, pl.col("name").str.contains("rope|qkv"), "fused", by=0.4)
     """
     chosen = _chosen(graph, where, only=FUSED_KINDS)
     _check_name(name)

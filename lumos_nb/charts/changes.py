@@ -53,7 +53,7 @@ def waterfall(parts: pl.DataFrame, *, rank: int | None = None, title: str = "", 
 
     Examples
     --------
-    >>> waterfall(breakdown(graph), rank=0)  # doctest: +SKIP
+    >>> waterfall(breakdown(graph), rank=0)
     """
     rows = part_rows(parts, "")
     step_ns = dict(rows.group_by("rank").agg(pl.col("time_ns").sum()).sort("rank").rows())
@@ -95,7 +95,7 @@ def difference(
 
     Examples
     --------
-    >>> difference(compare(graph, another), level="op")  # doctest: +SKIP
+    >>> difference(compare(graph, another), level="op")
     """
     check_rows(changes, ("level", "key", "a_ns", "b_ns", "diff_ns"), "comparison")
     rows = changes.filter(pl.col("level") == level).sort(pl.col("diff_ns").abs(), "key", descending=[True, False])
@@ -171,7 +171,7 @@ def sensitivity(
     Examples
     --------
     >>> halves = [{"scenario": f"{kind} x 0.5", kind: 0.5} for kind in ("cpu", "comm", "gap")]
-    >>> sensitivity(sweep(graph, halves))  # doctest: +SKIP
+    >>> sensitivity(sweep(graph, halves))
     """
     check_rows(swept, ("scenario", "step_ns", "change"), "sweep")
     rows = swept.top_k(min(most, swept.height), by=pl.col("change").abs()).sort("change", "scenario")
@@ -213,7 +213,7 @@ def slack_bars(
 
     Examples
     --------
-    >>> slack_bars(replay(graph))  # doctest: +SKIP
+    >>> slack_bars(replay(graph))
     """
     if not isinstance(source, pl.DataFrame):
         require(source, "ops")

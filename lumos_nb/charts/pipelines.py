@@ -48,7 +48,7 @@ def schedule(
 
     Examples
     --------
-    >>> schedule(found.result)  # doctest: +SKIP
+    >>> schedule(found.result)
     """
     if not isinstance(source, pl.DataFrame):
         require(source, "ops")
@@ -129,7 +129,7 @@ def memory_bars(
 
     Examples
     --------
-    >>> memory_bars(found.memory, limit_bytes=found.cluster.gpu_sheet.memory_bytes)  # doctest: +SKIP
+    >>> memory_bars(found.memory, limit_bytes=found.cluster.gpu_sheet.memory_bytes)
     """
     check_rows(memory, ("stage", "class", "bytes", "moment"), "memory")
     rows = memory.filter(pl.col("bytes") > 0).select(
@@ -183,7 +183,7 @@ def memory_over_time(
 
     Examples
     --------
-    >>> memory_over_time(found.memory_over_time)  # doctest: +SKIP
+    >>> memory_over_time(found.memory_over_time)
     """
     check_rows(memory, ("stage", "time_ns", "class", "bytes"), "memory")
     used = memory.filter((pl.col("bytes") > 0).any().over("class"))

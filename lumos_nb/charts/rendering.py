@@ -84,7 +84,7 @@ def to_png(chart: alt.TopLevelMixin | dict[str, Any], *, scale: float = 2, theme
 
     Examples
     --------
-    >>> Path("step.png").write_bytes(to_png(timeline(result)))  # doctest: +SKIP
+    >>> Path("step.png").write_bytes(to_png(timeline(result)))
     """
     import vl_convert
 
@@ -97,7 +97,7 @@ def to_svg(chart: alt.TopLevelMixin) -> str:
 
     Examples
     --------
-    >>> Path("step.svg").write_text(to_svg(timeline(result)))  # doctest: +SKIP
+    >>> Path("step.svg").write_text(to_svg(timeline(result)))
     """
     import vl_convert
 

@@ -28,7 +28,7 @@ def sharding_plan(shards: pl.DataFrame, *, title: str = "Which device holds what
 
     Examples
     --------
-    >>> sharding_plan(plan.frame)  # doctest: +SKIP
+    >>> sharding_plan(plan.frame)
     """
     check_rows(shards, tuple(SHARDS.columns), "shard")
     rows = shards.select(
@@ -74,7 +74,7 @@ def device_loads(devices: pl.DataFrame, *, title: str = "", width_px: int = 460)
 
     Examples
     --------
-    >>> device_loads(costs.price(plan).devices)  # doctest: +SKIP
+    >>> device_loads(costs.price(plan).devices)
     """
     parts = {
         "backward_us": "lookups backward", "forward_us": "lookups forward", "backward_exchange_us": "exchange backward",

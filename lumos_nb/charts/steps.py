@@ -70,7 +70,7 @@ def timeline(
 
     Examples
     --------
-    >>> timeline(replay(graph), window_ns=(0, 5_000_000), ranks=[0, 1])  # doctest: +SKIP
+    >>> timeline(replay(graph), window_ns=(0, 5_000_000), ranks=[0, 1])
     """
     rows = lane_bars(source, window_ns=window_ns, ranks=ranks, columns=width_px, max_rows=max_rows)
     begin_ns, end_ns = rows.window_ns
@@ -149,7 +149,7 @@ def breakdown_bars(
 
     Examples
     --------
-    >>> breakdown_bars({"measured": breakdown(graph), "replayed": breakdown(result)})  # doctest: +SKIP
+    >>> breakdown_bars({"measured": breakdown(graph), "replayed": breakdown(result)})
     """
     named = parts if isinstance(parts, Mapping) else {"": parts}
     frames = [part_rows(frame, name) for name, frame in named.items()]
@@ -209,7 +209,7 @@ def structure_bars(table: pl.DataFrame, *, title: str = "Layers found", width_px
 
     Examples
     --------
-    >>> structure_bars(find_structure(graph).table)  # doctest: +SKIP
+    >>> structure_bars(find_structure(graph).table)
     """
     columns = ("rank", "phase", "found", "layers", "share", "confidence")
     check_rows(table, columns, "structure")
@@ -250,7 +250,7 @@ def predicted_vs_measured(
 
     Examples
     --------
-    >>> predicted_vs_measured(mechanistic(run))  # doctest: +SKIP
+    >>> predicted_vs_measured(mechanistic(run))
     """
     columns = [f"{series}_ns" for series in SERIES]
     check_rows(scored, ("step", *columns), "prediction")

@@ -38,7 +38,7 @@ class Tables:
 
         Examples
         --------
-        >>> run.to_pandas().groupby("category")["dur_ns"].sum()  # doctest: +SKIP
+        >>> run.to_pandas().groupby("category")["dur_ns"].sum()
         """
         return next(iter(self._tables().values())).to_pandas(use_pyarrow_extension_array=True)
 
@@ -52,7 +52,7 @@ class Tables:
 
         Examples
         --------
-        >>> run.to_parquet("out")  # out/events.parquet, out/ranks.parquet, out/report.parquet  # doctest: +SKIP
+        >>> run.to_parquet("out")  # out/events.parquet, out/ranks.parquet, out/report.parquet
         """
         folder = Path(folder)
         try:
@@ -68,6 +68,6 @@ class Tables:
 
         Examples
         --------
-        >>> run.to_perfetto("run.json.gz")  # doctest: +SKIP
+        >>> run.to_perfetto("run.json.gz")
         """
         return write_perfetto(self, path, run=run)  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def write_perfetto(source: HasOps | HasEvents, path: str | Path, *, run: HasEven
 
     Examples
     --------
-    >>> write_perfetto(replay(graph), "step.json.gz")  # doctest: +SKIP
+    >>> write_perfetto(replay(graph), "step.json.gz")
     """
     path = Path(path)
     replayed = source if isinstance(source, Replayed) else None

@@ -52,6 +52,7 @@ def priced(table: pl.DataFrame, layout: Parallelism, cluster: Cluster, calibrati
 
     Examples
     --------
+    >>> from lumos_nb.workloads.llm.stages import work
     >>> cal = load_calibration("H100-SXM-80GB")
     >>> layout, cluster = Parallelism(tp=8), Cluster(gpu=cal.gpu, inside="NVLink4 NVSwitch")
     >>> table = work(Transformer.named("llama-3-8b"), layout, Training(micro_batch=1, global_batch=1, seq=4096))

@@ -101,7 +101,7 @@ def memory_over_time(model: Transformer, layout: Parallelism, train: Training, o
 
     Examples
     --------
-    >>> memory_over_time(found.model, found.layout, found.train, found.result.ops)  # doctest: +SKIP
+    >>> memory_over_time(found.model, found.layout, found.train, found.result.ops)
     """
     check(model, layout, train)
     pass_of = ("micro_batch", "layer", "phase")

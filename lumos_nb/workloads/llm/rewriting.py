@@ -118,9 +118,9 @@ def rewrite(
 
     Examples
     --------
-    >>> run = load_run(datasets.path("gpt-single"))  # doctest: +SKIP
-    >>> wide = rewrite(build_graph(run), hidden=256, ffn=1024)  # doctest: +SKIP
-    >>> replay(wide).step_ns  # doctest: +SKIP
+    >>> run = load_run(datasets.path("gpt-single"))
+    >>> wide = rewrite(build_graph(run), hidden=256, ffn=1024)
+    >>> replay(wide).step_ns
     """
     _require(of, cluster, onto)
     base, current, was, parts = _start(graph, of)

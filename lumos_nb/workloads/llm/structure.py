@@ -87,7 +87,7 @@ def find_structure(graph: Graph) -> Structure:
 
     Examples
     --------
-    >>> find_structure(build_graph(load_run(datasets.path("gpt-pp")))).layers  # doctest: +SKIP
+    >>> find_structure(build_graph(load_run(datasets.path("gpt-pp")))).layers
     {0: [0], 1: [1]}
     """
     require(graph, "edges")
