@@ -232,12 +232,15 @@ def _trained(
     """Weights and biases after the epoch that was best on the calls held back; everything is scaled already."""
     import torch
 
-    x, y, whose = torch.from_numpy(tables).float(), torch.from_numpy(target).float(), torch.from_numpy(call)
+    x, y = torch.from_numpy(tables).float(), torch.from_numpy(target).float()
+    counts = torch.from_numpy(np.bincount(call))  # the tables of a call follow one another
+    firsts = counts.cumsum(0) - counts
 
     def loss(layers: list[Tensor], some: Tensor) -> Any:
-        place = torch.full((len(y),), -1).scatter(0, some, torch.arange(len(some)))[whose]
-        of_some = place >= 0
-        return _loss(torch, layers, x[of_some], place[of_some], y[some])
+        place = torch.arange(len(some)).repeat_interleave(counts[some])
+        ends = counts[some].cumsum(0)
+        rows = torch.arange(len(place)) + (firsts[some] - ends + counts[some])[place]
+        return _loss(torch, layers, x[rows], place, y[some])
 
     train, held = np.flatnonzero(~stop), np.flatnonzero(stop)
     return trained(
