@@ -27,7 +27,7 @@ UNSEEN = "gpt-tp"
 LEARNED, HELD_OUT = slice(1, 6), slice(6, 10)
 """Which of a run's steps; the first is disturbed by the profiler's own start."""
 DRAWS = 12
-EPOCHS, DRY_EPOCHS = 40, 8
+EPOCHS, DRY_EPOCHS = 40, 20
 UNSEEN_DEPTH = " of 4 layers"
 ONE_OF = 7
 """Of so many layouts of dry runs one is taken."""

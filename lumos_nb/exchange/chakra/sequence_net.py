@@ -21,6 +21,8 @@ COUNTS = 64
 HIDDEN, EMBEDDED = 64, 24
 CHUNK = 128
 """Words through which a gradient goes back."""
+BATCH = 8
+"""Sentences that are read together."""
 UNKNOWN_ROLE = 0.1
 """Share of the sentences of an epoch whose role is not told, so that the net can do without."""
 
@@ -64,7 +66,7 @@ class SequenceNet:
             net = _net(words, max(roles) + 1)
             batch = _batch(said, words)
             optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-            turns = epochs * len(range(0, batch[0].shape[1], CHUNK))
+            turns = epochs * len(range(0, len(said), BATCH)) * len(range(0, batch[0].shape[1], CHUNK))
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=turns)
             losses = [_epoch(net, optimizer, schedule, batch, torch.tensor(roles), share) for _ in range(epochs)]
         torch.set_num_threads(threads)
@@ -119,18 +121,20 @@ def _epoch(net: Any, optimizer: Any, schedule: Any, batch: Tensors, roles: Any, 
     import torch
 
     told = torch.where(torch.rand(roles.shape) < UNKNOWN_ROLE, 0, roles)
-    state, bits, total = None, 0.0, 0.0
-    for before, nth, after in zip(*(part.split(CHUNK, dim=1) for part in batch), strict=True):
-        given = net["word"](before) + net["count"](nth) + net["role"](told)[:, None]
-        hidden, state = net["memory"](given, state)
-        state = state.detach()
-        weight = share[:, None] * (after >= 0)
-        logits = net["out"](hidden).transpose(1, 2)
-        loss = (torch.nn.functional.cross_entropy(logits, after, reduction="none") * weight).sum()
-        optimizer.zero_grad()
-        (loss / weight.sum().clamp(min=1)).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        bits, total = bits + float(loss.detach()) / math.log(2), total + float(weight.sum())
+    bits, total = 0.0, 0.0
+    for some in torch.split(torch.randperm(len(roles)), BATCH):
+        state = None
+        for before, nth, after in zip(*(part[some].split(CHUNK, dim=1) for part in batch), strict=True):
+            given = net["word"](before) + net["count"](nth) + net["role"](told[some])[:, None]
+            hidden, state = net["memory"](given, state)
+            state = state.detach()
+            weight = share[some, None] * (after >= 0)
+            logits = net["out"](hidden).transpose(1, 2)
+            loss = (torch.nn.functional.cross_entropy(logits, after, reduction="none") * weight).sum()
+            optimizer.zero_grad()
+            (loss / weight.sum().clamp(min=1)).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            bits, total = bits + float(loss.detach()) / math.log(2), total + float(weight.sum())
     return bits / total
