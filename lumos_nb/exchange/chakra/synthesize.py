@@ -26,7 +26,7 @@ ANY = -1
 """The role of all ranks together, for steps of runs that were not seen."""
 
 LEAST_WORDS = 2
-"""Where fewer words before were seen than this, the net says what comes next."""
+"""Of a run that was not seen, the net says what comes next where fewer words before were seen than this."""
 
 By = Literal["both", "counts", "net", "markov"]
 
@@ -219,7 +219,7 @@ class TraceModel:
         if by not in get_args(By):
             raise InputError(f"by={by!r}: give one of {', '.join(map(repr, get_args(By)))}.")
         net = self.net if by in ("both", "net") else None
-        ngrams = [] if by == "net" else [replace(self.plain[role], shortest=LEAST_WORDS if net else 0)]
+        ngrams = [] if by == "net" else [replace(self.plain[role], shortest=LEAST_WORDS if net and role == ANY else 0)]
         ngrams += [self.counting[role]] if by in ("both", "counts") and role in self.counting else []
         return Speaker(len(self.words), role, ngrams, net)
 
