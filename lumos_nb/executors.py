@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lumos_nb.errors import ExecutorError
 
@@ -25,8 +25,8 @@ def spread(
     executor
         None: one after the other, in this process. A pool of `concurrent.futures`, or
         `dask.distributed.Client(...).get_executor()`. Text: the address of a Dask scheduler ("tcp://host:8786"), to
-        which a client is opened for this call; needs the extra `cluster`. What workers had when they died Dask does again.
-        Function and items travel by pickle, polars' tables as Arrow within it.
+        which a client is opened for this call; needs the extra `cluster`. What workers had when they died Dask does
+        again. Function and items travel by pickle, polars' tables as Arrow within it.
     function, items
         The function can be imported by workers; so a pool of processes needs one of a module.
 
@@ -78,7 +78,7 @@ def _by_address(address: str, function: Callable[[Given], Made], items: Iterable
             f"executor is the address {address!r:.60}, which needs Dask: pip install 'lumos_nb[cluster]'."
         ) from None
     try:
-        client = Client(address, timeout=CONNECT_S, set_as_default=False)
+        client: Any = Client(address, timeout=CONNECT_S, set_as_default=False)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, TypeError) as error:
         raise ExecutorError(
             f"no Dask scheduler answers at {address!r:.60} ({error}); give the address that it prints when it starts."

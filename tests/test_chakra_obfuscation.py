@@ -188,5 +188,5 @@ def test_policies_that_say_nothing_are_refused(policy):
 
 
 def test_what_is_no_policy_is_refused(tmp_path):
-    with pytest.raises(InputError, match="give a ln.chakra.Policy"):
+    with pytest.raises(InputError, match=r"give a ln\.chakra\.Policy"):
         ln.chakra.obfuscate(job(tmp_path), {"names": "kept"})

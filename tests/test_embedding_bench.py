@@ -11,8 +11,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from lumos_nb.config import find_gpu
 from lumos_nb.charts import sweeps
+from lumos_nb.config import find_gpu
 from lumos_nb.costs import embedding_bench
 from lumos_nb.costs.embedding_bench import (
     MOST_BYTES,

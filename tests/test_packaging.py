@@ -27,7 +27,7 @@ PACKAGE = sorted((ROOT / "lumos_nb").rglob("*.py"))
 CONDA_NAMES = {"torch": "pytorch", "isal": "python-isal", "playwright": "playwright-python"}
 
 # The only modules that may need an extra when they are imported.
-NEED_EXTRAS = ("bench.py", "binding.py")  # and the packages of charts and widgets
+NEED_EXTRAS = ("bench.py", "binding.py", "peers.py")  # and the packages of charts and widgets
 
 
 def bounds(requirements: list[str]) -> dict[str, str]:

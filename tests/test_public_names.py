@@ -42,7 +42,7 @@ def test_importing_takes_under_300_ms_and_loads_nothing_heavy():
 
 def test_no_module_loads_torch_or_altair_when_imported():
     apart = tuple(name for name in submodules() if name.startswith(("lumos_nb.charts", "lumos_nb.widgets")))
-    program = ("bench", "binding")  # which the folders of benchmarks get
+    program = ("bench", "binding", "peers")  # which the folders of benchmarks get
     apart += tuple(f"lumos_nb.exchange.benchmark.{part}" for part in program)
     modules = [name for name in submodules() if name not in apart]
     code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"

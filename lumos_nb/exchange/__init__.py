@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 def on_first_use(namespace: dict[str, object], module_of: Mapping[str, str]) -> Callable[[str], object]:
     """`__getattr__` of a package whose names, of `module_of`, are imported when they are first used."""
-    package = namespace["__name__"]
+    package = str(namespace["__name__"])
 
     def load(name: str) -> object:
         if name not in module_of:

@@ -113,10 +113,8 @@ def workload(
 
     Parameters
     ----------
-    trace
-        An execution trace, or the path of one; a folder or archive of several takes a `rank`.
-    rank
-        Which rank's.
+    trace, rank
+        An execution trace, or the path of one; of a folder or archive of several the rank's.
     step
         The number in a ProfilerStep# mark; by default the first step that is marked, or else the whole trace.
     profile
@@ -125,8 +123,7 @@ def workload(
     shrink
         Sizes of dimensions and what to put in their place, in all tensors and arguments: {4096: 64}.
     tables
-        A frame of embedding tables (`embedding_tables.complete_tables`): lookups of a table with so many rows reuse
-        them as its bins say.
+        Embedding tables (`embedding_tables.complete_tables`): lookups of one with so many rows reuse them as it says.
     alpha
         Skew of all other lookups (`embedding_tables.zipf_indices`); 0: each row as often.
     policy
@@ -145,38 +142,37 @@ def workload(
     TraceError
         There is no such step, or the file is no execution trace.
     InputError
-        `shrink` has a size that is no whole number from 1 on, the policy hides what a program needs, or
-        the cluster has too few GPUs.
+        `shrink` has an impossible size, the policy hides what a program needs, or the cluster has too few GPUs.
 
     Examples
     --------
     >>> workload("runs/gpt", rank=0).coverage  # doctest: +SKIP
     """
-    sizes = _checked_sizes(shrink)
     found = trace if isinstance(trace, ExecutionTrace) else load_execution_trace(trace, rank=rank)
     shown = found if policy is None else hidden(found, policy)
-    nodes = read_nodes(shown, step, sizes)
-    talks = Communications(shown)
+    nodes, talks = read_nodes(shown, step, _checked_sizes(shrink)), Communications(shown)
     flow = _followed(nodes, talks)
     calls = flow.with_waits()
     rank = _rank(found, rank, talks.groups)
-    source: dict[str, Any] = {"schema": found.metadata["schema"], "nodes": len(nodes), "rank": rank, "ranks": [rank]}
-    folder = None if isinstance(trace, ExecutionTrace) else Path(trace)
-    if folder is not None and (about := folder / CAPTURE).is_file():
-        profile = folder if profile is None else profile
-        source["threads"] = int(msgspec.json.decode(about.read_bytes())["threads"])
+    recorded, source = _captured(trace)
+    source |= {"schema": found.metadata["schema"], "nodes": len(nodes), "rank": rank, "ranks": [rank]}
     timed, dur_ns = _call_table(calls), None
-    if profile is not None:
+    if (profile := recorded if profile is None else profile) is not None:
         timed, dur_ns = _timed(timed, nodes, link(found, profile, rank=rank).nodes)
     shares = _coverage(nodes, {call.node.id: not call.reason for call in reversed(calls)}, dur_ns)
-    indices = _draw(flow, tables, alpha)
-    waits: dict[str, list[int | None]] = {"gap_ns": timed["gap_ns"].to_list(), "delay_ns": [None] * len(calls)}
-    if cluster is not None:
-        asked = [asked_of(call.op, call.node, call.talk, talks.groups, rank) for call in calls]
-        waits["delay_ns"] = delays_ns(asked, cluster, calibration)
+    asked = [asked_of(call.op, call.node, call.talk, talks.groups, rank) for call in calls] if cluster else []
+    delay_ns = [*delays_ns(asked, cluster, calibration)] if cluster else [None] * len(calls)
+    waits: dict[str, list[int | None]] = {"gap_ns": timed["gap_ns"].to_list(), "delay_ns": delay_ns}
     table = _table(flow, calls, source, talks.groups, waits)
     notes = pl.DataFrame([*flow.notes.items()], schema={"what": pl.String(), "count": pl.Int64()}, orient="row")
-    return Workload(table, timed, notes, *shares, indices)
+    return Workload(table, timed, notes, *shares, _draw(flow, tables, alpha))
+
+
+def _captured(trace: ExecutionTrace | str | Path) -> tuple[Path | None, dict[str, Any]]:
+    """The folder of a capture, whose profile goes with its execution trace, and how many threads it ran on."""
+    if isinstance(trace, ExecutionTrace) or not (about := Path(trace) / CAPTURE).is_file():
+        return None, {}
+    return Path(trace), {"threads": int(msgspec.json.decode(about.read_bytes())["threads"])}
 
 
 def _followed(nodes: list[Node], talks: Communications) -> Dataflow:
