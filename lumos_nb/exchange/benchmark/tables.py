@@ -118,8 +118,7 @@ def workload(
     step
         The number in a ProfilerStep# mark; by default the first step that is marked, or else the whole trace.
     profile
-        A Kineto trace of the same program, for the times of calls and the gaps between them; a capture's own, if
-        `trace` is the folder of one.
+        A Kineto trace of the same program, for times of calls and gaps between them; a capture's own by default.
     shrink
         Sizes of dimensions and what to put in their place, in all tensors and arguments: {4096: 64}.
     tables
@@ -127,7 +126,7 @@ def workload(
     alpha
         Skew of all other lookups (`embedding_tables.zipf_indices`); 0: each row as often.
     policy
-        What of its names the program may say (`hiding.hidden`); by default all.
+        Which names the program may say (`hiding.hidden`).
     cluster, calibration
         Where the ranks are, neighbours on a node: a collective whose peers are not launched then takes as long as the
         calibration's (by default the bundled one's) collective model says, and no time without.
@@ -160,12 +159,15 @@ def workload(
     if (profile := recorded if profile is None else profile) is not None:
         timed, dur_ns = _timed(timed, nodes, link(found, profile, rank=rank).nodes)
     shares = _coverage(nodes, {call.node.id: not call.reason for call in reversed(calls)}, dur_ns)
-    asked = [asked_of(call.op, call.node, call.talk, talks.groups, rank) for call in calls] if cluster else []
-    delay_ns = [*delays_ns(asked, cluster, calibration)] if cluster else [None] * len(calls)
+    delay_ns: list[int | None] = [None] * len(calls)
+    if cluster:
+        asked = (asked_of(call.op, call.node, call.talk, talks.groups, rank) for call in calls)
+        delay_ns = delays_ns([*asked], cluster, calibration)
     waits: dict[str, list[int | None]] = {"gap_ns": timed["gap_ns"].to_list(), "delay_ns": delay_ns}
+    indices = _draw(flow, tables, alpha)  # which settles rules that the table has
     table = _table(flow, calls, source, talks.groups, waits)
     notes = pl.DataFrame([*flow.notes.items()], schema={"what": pl.String(), "count": pl.Int64()}, orient="row")
-    return Workload(table, timed, notes, *shares, _draw(flow, tables, alpha))
+    return Workload(table, timed, notes, *shares, indices)
 
 
 def _captured(trace: ExecutionTrace | str | Path) -> tuple[Path | None, dict[str, Any]]:
