@@ -159,15 +159,20 @@ def workload(
     if (profile := recorded if profile is None else profile) is not None:
         timed, dur_ns = _timed(timed, nodes, link(found, profile, rank=rank).nodes)
     shares = _coverage(nodes, {call.node.id: not call.reason for call in reversed(calls)}, dur_ns)
-    delay_ns: list[int | None] = [None] * len(calls)
-    if cluster:
-        asked = (asked_of(call.op, call.node, call.talk, talks.groups, rank) for call in calls)
-        delay_ns = delays_ns([*asked], cluster, calibration)
-    waits: dict[str, list[int | None]] = {"gap_ns": timed["gap_ns"].to_list(), "delay_ns": delay_ns}
+    delay_ns = _delays_ns(calls, talks, rank, cluster, calibration) if cluster else [None] * len(calls)
+    waits = {"gap_ns": timed["gap_ns"].to_list(), "delay_ns": delay_ns}
     indices = _draw(flow, tables, alpha)  # which settles rules that the table has
     table = _table(flow, calls, source, talks.groups, waits)
     notes = pl.DataFrame([*flow.notes.items()], schema={"what": pl.String(), "count": pl.Int64()}, orient="row")
     return Workload(table, timed, notes, *shares, indices)
+
+
+def _delays_ns(
+    calls: list[Call], talks: Communications, rank: int, cluster: Cluster, calibration: Calibration | None
+) -> list[int | None]:
+    """How long each call's collective takes where its peers are not."""
+    asked = [asked_of(call.op, call.node, call.talk, talks.groups, rank) for call in calls]
+    return delays_ns(asked, cluster, calibration)
 
 
 def _captured(trace: ExecutionTrace | str | Path) -> tuple[Path | None, dict[str, Any]]:
