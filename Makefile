@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: gallery notebooks docs help env demo test lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets outputs tables picture constraints
+.PHONY: here gallery notebooks docs help env demo test lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets outputs tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -69,7 +69,13 @@ app: env ## panels of what-ifs as a page of their own, by Voila; of your own run
 fuzz: env ## 2,000 mutations of each of ten trace files, an hour or two
 	$(BIN)/python -m tests.test_damage 2000
 
-accuracy: env ## predicted against measured, of what ../shared has too: benchmarks/accuracy.json and its tables
+here: env ## what this machine does, in 10 minutes, for predictions of steps that are then measured on it
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.here
+
+build/this-machine/gpt-single:
+	$(MAKE) here
+
+accuracy: env build/this-machine/gpt-single ## predicted against measured, of what ../shared has too: benchmarks/accuracy.json and its tables
 	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m benchmarks.benchmark_programs
 	$(BIN)/python -m benchmarks.rows

@@ -35,11 +35,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cpu_accuracy import by_sheet
+from benchmarks.here import prices
 from benchmarks.rows import ACCURACY, Row, record
 from datasets import dlrm
-from lumos_nb import datasets as data
-from lumos_nb.costs.calibration import Calibration, load_calibration
-from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
+from lumos_nb.costs.calibration import Calibration
+from lumos_nb.costs.embeddings import LookupModel
 from lumos_nb.costs.work import with_work
 from lumos_nb.embedding_tables import BINS, complete_tables, reuse_factor
 from lumos_nb.errors import CalibrationError
@@ -193,14 +193,6 @@ def plain_s(found: DlrmEstimate) -> float:
     inside = found.cluster.inside_sheet
     sent = found.step.table.filter((pl.col("kind") == "comm") & (pl.col("rank") == 0))["size_bytes"].sum()
     return float((kernels + lookups).max() + (1e6 * sent / inside.bytes_per_s if inside else 0.0)) / 1e6
-
-
-@cache
-def prices() -> tuple[Calibration, LookupModel]:
-    """The bundled calibration of this kind of machine and its lookups."""
-    bundled, samples = load_calibration("cpu"), data.load("lookup-samples")
-    assert isinstance(samples, pl.DataFrame)
-    return bundled, PhysicalLookup.fit(samples, bundled.gpu)
 
 
 # --- scored

@@ -23,7 +23,8 @@ import numpy as np
 import polars as pl
 import torch
 
-from benchmarks.dlrm_steps import BUFFER_BYTES, LAUNCHES, STEPS, described, prices, ratios
+from benchmarks.dlrm_steps import BUFFER_BYTES, LAUNCHES, STEPS, described, ratios
+from benchmarks.here import prices
 from benchmarks.rows import ACCURACY, Row, record
 from datasets import dlrm
 from lumos_nb.critical_path import replay

@@ -3,8 +3,8 @@
     python -m benchmarks.nlp_steps      writes its rows down; three minutes on a quiet machine
 
 Models like BERT, GPT-2 and XLNet at four batch sizes, as in Lin et al. (TPDS 2024). A dry run (`ln.dry_run`, nothing is
-computed) lists the operators of a step with their shapes; the bundled calibration prices those that it has sizes for,
-and all of them pay what torch's Python took between two operators in the bundled recording of another model
+computed) lists the operators of a step with their shapes; this machine's calibration prices those that it knows sizes
+of, and all of them pay what torch's Python took between two operators of another model
 (`gpt-single`: overhead T1). Measured as `dlrm_steps` does: one process, turns in random order, processor time; scored
 is the ratio to GPT-2 at the second batch size. The baseline prices by FLOPs and bytes at the data sheet's rates.
 """
@@ -26,16 +26,12 @@ import torch
 
 from benchmarks.cpu_accuracy import by_sheet
 from benchmarks.dlrm_steps import LAUNCHES, Scores, ratios
+from benchmarks.here import between_ns, prices
 from benchmarks.rows import ACCURACY, Row, record
-from datasets import nlp
-from lumos_nb import datasets as data
-from lumos_nb.costs.calibration import load_calibration
-from lumos_nb.costs.host import host_parts
+from datasets import gpt, nlp
 from lumos_nb.costs.operators import OPERATORS, Call, listed, operator_key, sizes_of
 from lumos_nb.costs.work import with_work
 from lumos_nb.fake_group import DryRun, dry_run
-from lumos_nb.graph import Recording, build_graph
-from lumos_nb.traces.run import load_run
 
 KINDS, BATCHES = ("gpt2", "bert", "xlnet"), (4, 8, 16, 32)
 TASKS = [("gpt2", 8), *((kind, batch) for kind in KINDS for batch in BATCHES if (kind, batch) != ("gpt2", 8))]
@@ -71,20 +67,13 @@ def requests(run: DryRun) -> pl.DataFrame:
 
 @cache
 def between_us() -> float:
-    """Mean time between two operators of a CPU step (T1) for each operator that a dry run of the same step lists."""
-    from datasets import gpt
-
-    recording = Recording.of(load_run(data.path("gpt-single")))
-    inner = recording.step_times().filter(~pl.col("edge"))["step"]
-    parts = [host_parts(build_graph(recording, step).ops) for step in inner]
-    took = np.mean([part.filter(pl.col("overhead") == "T1")["dur_ns"].sum() / 1e3 for part in parts])
-    listed_ops = dry(lambda: gpt.single(gpt.GptConfig(), "cpu")).ops.height
-    return float(took) / listed_ops
+    """Time between two operators (T1) of a traced step of another model, for each operator that its dry run lists."""
+    return between_ns() / 1e3 / dry(lambda: gpt.single(gpt.GptConfig(), "cpu")).ops.height
 
 
 def predicted_us(kind: str, batch: int) -> tuple[float, float]:
     """A step by calibration, and by FLOPs and bytes; both with what is between operators."""
-    run, made = dry(lambda: nlp.training(kind, batch)), load_calibration("cpu")
+    run, made = dry(lambda: nlp.training(kind, batch)), prices()[0]
     frame = requests(run)
     priced, between = made.predict_kernels(frame), between_us() * run.ops.height
     plain = with_work(frame)

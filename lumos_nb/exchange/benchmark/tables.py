@@ -159,7 +159,7 @@ def workload(
     if (profile := recorded if profile is None else profile) is not None:
         timed, dur_ns = _timed(timed, nodes, link(found, profile, rank=rank).nodes)
     shares = _coverage(nodes, {call.node.id: not call.reason for call in reversed(calls)}, dur_ns)
-    delay_ns = _delays_ns(calls, talks, rank, cluster, calibration) if cluster else [None] * len(calls)
+    delay_ns = _delays_ns(calls, talks, rank, cluster, calibration)
     waits = {"gap_ns": timed["gap_ns"].to_list(), "delay_ns": delay_ns}
     indices = _draw(flow, tables, alpha)  # which settles rules that the table has
     table = _table(flow, calls, source, talks.groups, waits)
@@ -168,9 +168,11 @@ def workload(
 
 
 def _delays_ns(
-    calls: list[Call], talks: Communications, rank: int, cluster: Cluster, calibration: Calibration | None
+    calls: list[Call], talks: Communications, rank: int, cluster: Cluster | None, calibration: Calibration | None
 ) -> list[int | None]:
-    """How long each call's collective takes where its peers are not."""
+    """How long each call's collective takes where its peers are not and a cluster is known."""
+    if cluster is None:
+        return [None] * len(calls)
     asked = [asked_of(call.op, call.node, call.talk, talks.groups, rank) for call in calls]
     return delays_ns(asked, cluster, calibration)
 
