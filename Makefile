@@ -50,7 +50,7 @@ lint: env ## ruff, mypy, the order of imports, notebooks without outputs
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/nbstripout --keep-count --verify $(NOTEBOOKS) $(wildcard app/*.ipynb)
+	$(BIN)/nbstripout --keep-count --verify $(NOTEBOOKS) $(wildcard notebooks/app/*.ipynb)
 
 warm: env # compile the kernels once, before test workers would each do it
 	@$(BIN)/python -m lumos_nb._jit
@@ -64,7 +64,7 @@ lab: env ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks
 
 app: env ## panels of what-ifs as a page of their own, by Voila; of your own run with RUN=folder
-	JUPYTER_PATH=app RUN=$(abspath $(RUN)) $(BIN)/voila --template=offline app/what_if.ipynb
+	JUPYTER_PATH=notebooks/app RUN=$(abspath $(RUN)) $(BIN)/voila --template=offline notebooks/app/what_if.ipynb
 
 fuzz: env ## 2,000 mutations of each of ten trace files, an hour or two
 	$(BIN)/python -m tests.test_damage 2000

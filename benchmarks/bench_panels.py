@@ -17,7 +17,7 @@ from lumos_nb.graph import build_graph
 from lumos_nb.traces.run import load_run
 from tests import browser
 
-NOTEBOOK = "app/what_if.ipynb"
+NOTEBOOK = "notebooks/app/what_if.ipynb"
 MOVES = 20
 """Of which the first is not counted: it loads what is loaded once."""
 

@@ -39,7 +39,7 @@ def opened() -> Iterator[Opened]:
     expect.set_options(timeout=1000 * browser.PATIENCE_S)
     with ExitStack() as stack:
         lab = stack.enter_context(browser.serving(*browser.lab()))
-        voila = stack.enter_context(browser.serving(*browser.voila("app/what_if.ipynb")))
+        voila = stack.enter_context(browser.serving(*browser.voila("notebooks/app/what_if.ipynb")))
         running = stack.enter_context(browser.browser())
         for name in (*NOTEBOOKS, "app"):
             found.pages[name] = browser.page_of(running, found.outside)
