@@ -56,7 +56,8 @@ def serving(*command: str) -> Iterator[str]:
             file.write_text(text)
         shutil.copytree(ROOT / "notebooks", home / "notebooks")
         places = {f"JUPYTER_{name.upper()}_DIR": str(home / name) for name in ("config", "data", "runtime")}
-        places |= {"IPYTHONDIR": str(home / "ipython"), "JUPYTER_PATH": str(home / "notebooks/app"), "LUMOS_NB_STATIC": "0"}
+        places |= {"IPYTHONDIR": str(home / "ipython"), "JUPYTER_PATH": str(home / "notebooks/app")}
+        places |= {"LUMOS_NB_STATIC": "0"}
         filled = [part.format(port=port, token=token) for part in command]
         with (home / "log").open("w") as log:
             server = subprocess.Popen(
