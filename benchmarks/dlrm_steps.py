@@ -53,11 +53,13 @@ TASKS, LAUNCHES, STEPS = 24, 3, 2
 ROUNDS = {1: 12, 2: 8}
 BATCHES, DIMS = (256, 512, 1024, 2048), (16, 32, 64, 128)
 BUFFER_BYTES = 2**30
+SEED = 11
+"""Of the tasks that are scored; parts of steps were looked at with others (1, 7, 8, 9)."""
 MOST_LOOKED_UP = 3e7
 """Bytes of weights that a step looks up at most: the heaviest tasks take some tenths of a second."""
 
 
-def tasks(ranks: int, count: int = TASKS, seed: int = 1) -> list[dlrm.DlrmConfig]:
+def tasks(ranks: int, count: int = TASKS, seed: int = SEED) -> list[dlrm.DlrmConfig]:
     """The base, and random models and batches, the same for the same seed."""
     middle = {"rows": 100_000, "dims": 64, "pooling": 10}
     base = dlrm.DlrmConfig(bottom=(256, 64), top=(256, 128, 1), **{k: (v,) * 13 * ranks for k, v in middle.items()})

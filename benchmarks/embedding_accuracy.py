@@ -2,6 +2,8 @@
 
 `python -m benchmarks.embedding_accuracy` writes these rows alone, in two minutes. Samples are the bundled
 `lookup-samples`, in groups that have no table in common; each group is priced by models that were fitted on the others.
+The form of the physical model was chosen on these; the same is done on samples of the machine at hand (`make here`),
+which no choice was made on.
 Beside ours stand bytes at one bandwidth and the heuristic of Lin et al. (HiPC 2022), which knows uniform indices alone.
 Both have their bandwidths, forward and backward, fitted on the same training calls.
 """
@@ -11,12 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import polars as pl
 from scipy.optimize import minimize
 
+from benchmarks.here import FOLDER, there
 from benchmarks.rows import ACCURACY, Row, record
 from lumos_nb import datasets
 from lumos_nb.config import Gpu, read_sheet
@@ -28,11 +32,6 @@ from lumos_nb.embedding_tables import Floats
 LINE, INDEX_BYTES = 64, 8
 BAR, LIN = "one bandwidth", "Lin et al."
 TARGET = "<= 8"
-
-
-def sheet() -> Gpu:
-    """Of the CPU that the samples are of."""
-    return read_sheet(datasets.root() / "calibration-samples" / "cpu" / "sheet.json", Gpu)
 
 
 def lines_of(size_bytes: Floats) -> Floats:
@@ -70,19 +69,19 @@ class LinHeuristic:
     cache_bytes: float
 
     @classmethod
-    def fit(cls, samples: pl.DataFrame) -> LinHeuristic:
+    def fit(cls, samples: pl.DataFrame, cache_bytes: float) -> LinHeuristic:
         """The bandwidths of least median error, searched from those of one byte for all (Nelder and Mead)."""
         times, found = call_times(samples), []
         for number, at in enumerate(OneBandwidth.fit(samples).byte_us):
 
             def error(log_us: Floats, number: int = number) -> float:
-                model = cls(np.tile(np.exp(log_us), (2, 1)), sheet().l2_bytes)
+                model = cls(np.tile(np.exp(log_us), (2, 1)), cache_bytes)
                 predicted = model.of_sums(call_sums(samples, model))[:, number]
                 return float(np.median(np.abs(np.log(predicted / times[:, number]))))
 
             start = np.log([at, at / 3])
             found.append(np.exp(minimize(error, start, method="Nelder-Mead", options={"maxiter": 60}).x))
-        return cls(np.array(found), sheet().l2_bytes)
+        return cls(np.array(found), cache_bytes)
 
     def parts(self, tables: pl.DataFrame, batch: int) -> Floats:
         """Microseconds of each table, forward and backward: (n, 2)."""
@@ -107,28 +106,31 @@ class LinHeuristic:
         return sums
 
 
-def fitted(samples: pl.DataFrame) -> PhysicalLookup:
-    """The physical model on some samples."""
-    return PhysicalLookup.fit(samples, sheet(), folds=0)
-
-
-METHODS: dict[str, Callable[[pl.DataFrame], LookupModel]] = {
-    BAR: OneBandwidth.fit,
-    LIN: LinHeuristic.fit,
-    "physical": fitted,
-    "network": LookupNet.fit,
-    "both": lambda samples: LookupNet.fit(samples, base=fitted(samples)),
+SAMPLES = {
+    "embedding_lookups": (datasets.path("lookup-samples"), datasets.root() / "calibration-samples/cpu/sheet.json"),
+    "embedding_lookups_here": (FOLDER / "lookups.parquet", FOLDER / "sheet.json"),
 }
-"""The last is the network on what the physical model misses."""
+"""Group of rows -> its samples, and the sheet of their CPU."""
 
 
-@cache
-def predictions() -> pl.DataFrame:
+def methods(gpu: Gpu) -> dict[str, Callable[[pl.DataFrame], LookupModel]]:
+    """Fits by name; the last is the network on what the physical model misses."""
+    physical = partial(PhysicalLookup.fit, gpu=gpu, folds=0)
+    return {
+        BAR: OneBandwidth.fit,
+        LIN: partial(LinHeuristic.fit, cache_bytes=gpu.l2_bytes),
+        "physical": physical,
+        "network": LookupNet.fit,
+        "both": lambda samples: LookupNet.fit(samples, base=physical(samples)),
+    }
+
+
+def predictions(source: Path, gpu: Gpu) -> pl.DataFrame:
     """Every method's price of every call whose group it has not seen: a row a call, pass and method."""
-    samples = checked_samples(pl.read_parquet(datasets.path("lookup-samples")))
+    samples = checked_samples(pl.read_parquet(source))
     calls, found = per_call(samples), []
     noise = samples.group_by("call", maintain_order=True).agg(pl.first(f"{which}_spread" for which in PASSES))
-    for method, fit in METHODS.items():
+    for method, fit in methods(gpu).items():
         priced = unseen_times(samples, fit)
         for number, which in enumerate(PASSES):
             found.append(
@@ -142,19 +144,24 @@ def predictions() -> pl.DataFrame:
 
 def embedding_rows() -> Iterator[Row]:
     """Rows of `accuracy.json`: median and mean error of each model, forward and backward, beside the baselines."""
+    for group, (source, sheet) in SAMPLES.items():
+        yield from _rows(group, predictions(there(source), read_sheet(sheet, Gpu)))
+
+
+def _rows(group: str, priced: pl.DataFrame) -> Iterator[Row]:
     error = 100 * (pl.col("dur_us") / pl.col("time_us") - 1).abs()
-    table = predictions().group_by("method", "pass", maintain_order=True).agg(
+    table = priced.group_by("method", "pass", maintain_order=True).agg(
         median=error.median(), mean=error.mean(), worst=error.max(), noise=100 * pl.col("spread").median(),
         calls=pl.len(), groups=pl.col("group").n_unique(),
     )  # fmt: skip
     by = {(row["method"], row["pass"]): row for row in table.iter_rows(named=True)}
-    for method in [name for name in METHODS if name not in (BAR, LIN)]:
+    for method in ("physical", "network", "both"):
         for which in PASSES:
             row = by[method, which]
             for statistic in ("median", "mean"):
                 note = f"{row['calls']} calls, {row['groups']} groups of tables; worst {row['worst']:.0f} %"
                 yield Row(
-                    f"embedding_lookups/{method}, {which}, {statistic}", row[statistic], "%", BAR,
+                    f"{group}/{method}, {which}, {statistic}", row[statistic], "%", BAR,
                     by[BAR, which][statistic], row["noise"] if statistic == "median" else None,
                     TARGET if statistic == "median" else "", f"{note}; {LIN} {by[LIN, which][statistic]:.1f} %",
                 )  # fmt: skip

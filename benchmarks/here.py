@@ -43,7 +43,8 @@ def record_here() -> int:
     return 0
 
 
-def _there(path: Path) -> Path:
+def there(path: Path) -> Path:
+    """A path, or a CalibrationError that says how to record what should be there."""
     if not path.exists():
         raise CalibrationError(f"{path} is not there: run make here, which records this machine in ten minutes.")
     return path
@@ -52,14 +53,14 @@ def _there(path: Path) -> Path:
 @cache
 def prices() -> tuple[Calibration, LookupModel]:
     """The calibration of this machine and its lookups."""
-    made = load_calibration(_there(CALIBRATION))
+    made = load_calibration(there(CALIBRATION))
     return made, PhysicalLookup.fit(pl.read_parquet(FOLDER / "lookups.parquet"), made.gpu)
 
 
 @cache
 def between_ns() -> float:
     """Mean time between two operators (T1) of a step of the small GPT, all of it together."""
-    recording = Recording.of(load_run(_there(TRACED)))
+    recording = Recording.of(load_run(there(TRACED)))
     inner = recording.step_times().filter(~pl.col("edge"))["step"]
     parts = [host_parts(build_graph(recording, step).ops) for step in inner]
     return float(np.mean([part.filter(pl.col("overhead") == "T1")["dur_ns"].sum() for part in parts]))

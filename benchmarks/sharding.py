@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from benchmarks.embedding_accuracy import fitted, sheet
+from benchmarks.embedding_accuracy import SAMPLES
 from benchmarks.rows import ACCURACY, Row, record
 from benchmarks.sharding_tasks import (
     BATCH,
@@ -35,6 +35,7 @@ from benchmarks.sharding_tasks import (
     torchrec_plan,
 )
 from lumos_nb import datasets
+from lumos_nb.config import Gpu, read_sheet
 from lumos_nb.costs.calibration import load_calibration
 from lumos_nb.costs.embedding_net import LookupNet
 from lumos_nb.costs.embedding_samples import call_times, checked_samples, median_errors, predicted_times
@@ -66,6 +67,11 @@ TORCHREC_TASKS = 1
 """Of each setting: it takes seconds a task."""
 
 
+def sheet() -> Gpu:
+    """Of the CPU that the samples are of."""
+    return read_sheet(SAMPLES["embedding_lookups"][1], Gpu)
+
+
 @cache
 def samples() -> tuple[pl.DataFrame, pl.DataFrame]:
     """Measured lookups: those of contestants, and those of the judge."""
@@ -80,7 +86,7 @@ def models() -> dict[str, LookupModel]:
     if found := _KNOWN.get("models"):
         return found
     own, _ = samples()
-    physical = fitted(own)
+    physical = PhysicalLookup.fit(own, sheet(), folds=0)
     dims = np.random.default_rng(0).choice(MAX_DIMS[3:], pool().height)
     tables = pool().with_columns(dim=pl.Series(dims))
     calls = priced_lookups(physical, tables, [BATCH, BATCH // 4, BATCH // 8], PRICED_CALLS)
@@ -99,7 +105,7 @@ def judge() -> LookupModel:
     if found is not None:
         return found
     _, others = samples()
-    return LookupNet.fit(others, base=fitted(others))
+    return LookupNet.fit(others, base=PhysicalLookup.fit(others, sheet(), folds=0))
 
 
 @cache
