@@ -10,7 +10,7 @@ from lumos_nb import generate_cli
 from lumos_nb.display import text_table
 from lumos_nb.errors import InputError
 from lumos_nb.exchange import chakra
-from lumos_nb.terminal import Verbs, as_json, load, progress, written_files
+from lumos_nb.terminal import Verbs, as_json, load, progress, reads_runs, written_files
 
 CONVERT = """
 examples:
@@ -60,6 +60,7 @@ def add_verbs(verbs: Verbs) -> None:
     link.add_argument("--rank", type=int, metavar="N", help="which rank, where there are several")
     link.add_argument("--out", type=Path, metavar="DIR", help="write every table there as Parquet")
     convert = verb("convert", _convert, "a step of a run as Chakra files, one a rank", CONVERT)
+    reads_runs(link, convert)
     convert.add_argument("run", metavar="RUN", help="a folder of traces, one file a rank, or one file")
     convert.add_argument("out", metavar="DIR", type=Path)
     convert.add_argument("--step", type=int, metavar="N", help="as the profiler counts; else the one of median length")

@@ -17,7 +17,7 @@ import msgspec
 import lumos_nb as ln
 from lumos_nb import benchmark_cli, chakra_cli
 from lumos_nb.errors import LumosError
-from lumos_nb.terminal import AddVerb, Verbs, as_json, load, print_whole, progress, tell
+from lumos_nb.terminal import AddVerb, Verbs, as_json, load, print_whole, progress, reads_runs, tell
 
 REPLAY = """
 examples:
@@ -116,6 +116,7 @@ def _add_step_verbs(verb: AddVerb) -> None:
     check.add_argument("prediction", metavar="PREDICTION", help="prediction.json, as `replay --out` wrote it")
     check.add_argument("run", metavar="RUN")
     check.add_argument("--ledger", metavar="FILE", help="add the outcome to this file of JSON lines")
+    reads_runs(replay, compare, check)
 
 
 def _scale(text: str) -> tuple[str, float]:

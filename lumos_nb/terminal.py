@@ -38,12 +38,17 @@ class Verbs:
         added = self._parser(name, what, examples)
         added.set_defaults(verb=run)
         added.add_argument("--json", action="store_true", help="print JSON, times in ns")
-        added.add_argument("-j", "--jobs", type=count, default=1, metavar="N", help="read N files at a time (1)")
         return added
 
     def _parser(self, name: str, what: str, examples: str) -> argparse.ArgumentParser:
         form = argparse.RawDescriptionHelpFormatter
         return self.verbs.add_parser(name, help=what, description=what, epilog=examples, formatter_class=form)
+
+
+def reads_runs(*parsers: argparse.ArgumentParser) -> None:
+    """Let verbs that `load` runs say how many files are read at a time."""
+    for parser in parsers:
+        parser.add_argument("-j", "--jobs", type=count, default=1, metavar="N", help="read N files at a time (1)")
 
 
 def count(text: str) -> int:
