@@ -16,7 +16,7 @@ import msgspec
 
 from lumos_nb import datasets
 from lumos_nb.display import html_fields
-from lumos_nb.errors import InputError, SheetError
+from lumos_nb.errors import InputError, SheetError, require_kinds
 
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
 """Names of number formats; `fp16/bf16`, as some figures say, is read as fp16, which runs at the same rate."""
@@ -189,6 +189,7 @@ def names_of(sheet: Sheet) -> tuple[str, ...]:
 
 
 def _found(name: str, sheets: Iterable[AnySheet]) -> AnySheet:
+    require_kinds(name=(name, str))
     known = list(sheets)
     for sheet in known:
         if any(same_name(name, other) for other in names_of(sheet)):

@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import ArrayLike, NDArray
 
-from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.errors import InputError, LayoutError, SchemaError
 from lumos_nb.number_formats import ELEMENT_BYTES, number_format
 from lumos_nb.schema import TableSchema
 
@@ -87,6 +87,8 @@ def complete_tables(tables: pl.DataFrame) -> pl.DataFrame:
             f"embedding tables are a polars DataFrame with a row a table; this is a {type(tables).__name__}."
         )
     defaults = {"table": pl.int_range(pl.len()), "dtype": pl.lit("fp32"), **dict.fromkeys(BINS, pl.lit(0.0))}
+    if "table" in tables.columns and tables["table"].dtype.is_nested():
+        raise SchemaError(f"the column table is {tables['table'].dtype}; give names as text.")
     frame = tables.with_columns(value.alias(name) for name, value in defaults.items() if name not in tables.columns)
     wanted = EMBEDDING_TABLES.columns
     numbers = [c for c in wanted if c in frame.columns and wanted[c].is_numeric() and frame[c].dtype.is_numeric()]
@@ -174,7 +176,7 @@ def zipf_indices(rows: int, count: int, alpha: float, seed: Rng = 0) -> Indices:
     1364
     """
     _check_sizes(rows, count)
-    if not 0 <= alpha < math.inf:
+    if not isinstance(alpha, int | float) or not 0 <= alpha < math.inf:  # type: ignore[redundant-expr]
         raise LayoutError(f"alpha of a Zipf distribution is {alpha}; it needs a finite number from 0 on.")
     weight = np.cumsum(np.arange(1, rows + 1, dtype=float) ** -alpha)
     rank = np.searchsorted(weight, np.random.default_rng(seed).uniform(0, weight[-1], count), side="right")

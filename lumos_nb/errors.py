@@ -17,6 +17,8 @@ LumosError
 └── ChakraError         bytes that are no Chakra file, or nodes that cannot be written as one
 """
 
+import operator
+
 
 class LumosError(Exception):
     """Base of every error that the package raises on purpose."""
@@ -83,3 +85,11 @@ def require_kinds(**given: tuple[object, type]) -> None:
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
             raise InputError(f"{name} is {value!r:.60}; give a {kind.__name__}.")
+
+
+def require_whole(least: int, most: int = 2**62, **given: object) -> None:
+    """Raise InputError for the first argument that is no whole number from `least` to `most`."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= operator.index(value) <= most:
+            bounds = f"of at least {least}" if most == 2**62 else f"from {least} to {most:,}"
+            raise InputError(f"{name}={value!r:.60}: give a whole number {bounds}.")

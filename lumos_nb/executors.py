@@ -58,7 +58,7 @@ def check_executor(executor: object) -> None:
     """
     if executor is None or isinstance(executor, str):
         return
-    if not hasattr(executor, "map"):
+    if isinstance(executor, type) or not hasattr(executor, "map"):
         raise ExecutorError(
             f"executor is {executor!r:.60}; give one as concurrent.futures has, or the address of a Dask scheduler."
         )
@@ -90,7 +90,11 @@ def _by_address(address: str, function: Callable[[Given], Made], items: Iterable
 def _told(executor: Executor, function: Callable[[Given], Made], items: Iterable[Given]) -> Iterator[Made]:
     done, items = 0, [*items]
     try:
-        for made in executor.map(function, items):
+        outcomes = executor.map(function, items)
+    except (RuntimeError, BrokenExecutor) as error:  # of a pool that is shut down
+        raise ExecutorError(f"the executor takes no work ({error}): give one that is open.") from error
+    try:
+        for made in outcomes:
             done += 1
             yield made
     except Exception as error:

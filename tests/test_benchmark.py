@@ -471,3 +471,19 @@ def test_compare_refuses_what_is_no_run_and_gives_one_for_equal_runs(gpt_capture
     assert same.verdict.startswith("Alike")
     with pytest.raises(InputError):
         benchmark.compare(3, gpt_capture)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["--iterations=0", "--iterations=x", "--warmup=-1", "--threads=0", "--threads=99999999", "--range=x",
+     "--range=1:2:3", "--device=tpu", "--what"],
+)  # fmt: skip
+def test_what_a_program_cannot_be_told_is_refused(given: str, gpt_capture: Path):
+    with pytest.raises(BenchmarkError, match=f"{given.partition('=')[0]}.*--help"):
+        benchmark.replay(gpt_capture, arguments=[given])
+
+
+@pytest.mark.parametrize("given", [{"shrink": 3}, {"cluster": "x"}])
+def test_what_a_workload_cannot_be_told_is_refused(given: dict[str, Any], gpt_capture: Path):
+    with pytest.raises(InputError, match=next(iter(given))):
+        benchmark.workload(gpt_capture, **given)

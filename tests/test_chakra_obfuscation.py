@@ -179,7 +179,11 @@ def test_chains_end_where_something_branches_off_or_comes_between(tmp_path):
         {"shapes": 2},
         {"time_scale": 0},
         {"time_scale": float("nan")},
+        {"time_scale": 1e300},
+        {"time_scale": 10**400},
         {"time_jitter": 1},
+        {"seed": -1},
+        {"seed": 1.5},
     ],
 )
 def test_policies_that_say_nothing_are_refused(policy):

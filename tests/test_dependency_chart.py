@@ -90,3 +90,23 @@ def test_what_cannot_be_drawn_is_refused(result):
         charts.dependencies(result, window_ns=(10**12, 2 * 10**12))
     with pytest.raises(LumosError, match="narrower than 78 px"):
         charts.dependencies(result, detail="op")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"window_ns": 5}, {"window_ns": (1, 2, 3)}, {"window_ns": ("a", "b")}, {"window_ns": (0, float("nan"))},
+        {"ranks": 3}, {"ranks": "0"}, {"ranks": [0.5]}, {"title": 3}, {"width_px": "a"},
+    ],
+)  # fmt: skip
+def test_a_window_and_ranks_that_are_none_are_refused_by_name(asked):
+    result = ln.replay(ln.chakra.pattern(1, compute_us=1))
+    draws = [charts.dependencies] if "width_px" in asked else [charts.dependencies, charts.timeline]
+    for draw in draws:
+        with pytest.raises(InputError, match=next(iter(asked))):
+            draw(result, **asked)
+
+
+def test_a_single_box_waits_for_nothing():
+    chart = charts.dependencies(ln.replay(ln.chakra.pattern(1, compute_us=1)))
+    assert len(chart.to_dict()["layer"]) > 0

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -122,3 +122,12 @@ def test_no_scheduler_and_no_executor_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(ExecutorError, match=r"lumos_nb\[cluster\]"):
         list(spread("tcp://127.0.0.1:1", abs, [1]))
+
+
+def test_a_pool_that_is_shut_down_and_a_class_are_refused(tmp_path: Path) -> None:
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    with pytest.raises(ExecutorError, match="takes no work"):
+        list(spread(pool, abs, [1]))
+    with pytest.raises(ExecutorError, match="give one as concurrent"):
+        list(spread(ThreadPoolExecutor, abs, [1]))  # type: ignore[arg-type]

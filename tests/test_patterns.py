@@ -44,6 +44,11 @@ def test_patterns_leave_as_valid_chakra_files(tmp_path):
         pytest.param({"collective": "all_reduced"}, "all_reduced", id="an unknown collective"),
         pytest.param({"compute_us": float("nan")}, "compute_us=nan", id="no time"),
         pytest.param({"compute_us": 1, "rounds": 0}, "rounds=0", id="no round"),
+        pytest.param({"compute_us": 1e300}, r"compute_us=1e\+300", id="longer than an int64"),
+        pytest.param({"compute_us": 1, "flops": "a"}, "flops='a'", id="work in words"),
+        pytest.param({"compute_us": 1, "flops": float("nan")}, "flops=nan", id="no work"),
+        pytest.param({"compute_us": 1, "transfer_us": None}, "transfer_us=None", id="no time to transfer"),
+        pytest.param({"compute_us": 1, "rounds": 10**9}, "ranks times rounds is 2,000,000,000", id="gigabytes"),
         pytest.param({"collective": "all_reduce", "size_bytes": -1}, "size_bytes=-1", id="a negative size"),
     ],
 )

@@ -169,3 +169,32 @@ def test_a_grid_is_columns_of_nodes_cut_by_rows():
 )
 def test_row_blocks_are_torchrecs(rows, devices, blocks):
     assert row_blocks(rows, devices) == blocks
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        pytest.param("device", "x", "have a column that is none", id="text"),
+        pytest.param("device", float("nan"), "have a column that is none", id="no number"),
+        pytest.param("device", 0.5, "a shard has device = 0.5", id="half a device"),
+        pytest.param("rows", 999.5, "a shard has rows = 999.5", id="half a row"),
+    ],
+)
+def test_shards_in_no_whole_numbers_are_refused(column, value, message):
+    placed = pl.DataFrame({"table": ["users"], "device": [0]}).with_columns(pl.lit(value).alias(column))
+    with pytest.raises(LayoutError, match=message):
+        Plan.of(TABLES.head(1), placed, ROOM)
+
+
+@pytest.mark.parametrize("memory", [["a"], [10**400], [[1e9]], [float("nan")], []])
+def test_memory_that_is_none_is_refused(memory):
+    with pytest.raises(LayoutError, match="memory_bytes is"):
+        Plan.of(TABLES.head(1), pl.DataFrame({"table": ["users"], "device": [0]}), memory)
+
+
+def test_what_is_no_table_of_shards_and_no_node_is_refused():
+    with pytest.raises(InputError, match="shards is None; give a DataFrame"):
+        Plan.of(TABLES, None, ROOM)
+    plan = Plan.of(TABLES.head(1), pl.DataFrame({"table": ["users"], "device": [0]}), ROOM)
+    with pytest.raises(InputError, match="gpus_per_node=0"):
+        plan.to_torchrec(gpus_per_node=0)

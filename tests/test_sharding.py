@@ -362,3 +362,43 @@ def test_rules_look_at_memory_and_name_what_finds_none():
         place_by_rule("dim", tables, [3200, 3200])
     with pytest.raises(InputError, match="no rule is called 'best'"):
         place_by_rule("best", tables, [MB])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"beam": 1.5},
+        {"caps": 10**12},
+        {"rounds": "a"},
+        {"candidates": 0},
+        {"seed": -1},
+        {"splits": 3},
+        {"objective": 3},
+    ],
+)
+def test_a_search_in_no_whole_numbers_is_refused_by_name(asked):
+    with pytest.raises(InputError, match=next(iter(asked))):
+        shard(GOOD, cluster(2), costs_of(2), **asked)
+
+
+@pytest.mark.parametrize("said", [None, "a", float("nan"), [1.0]])
+def test_an_objective_that_gives_no_number_is_refused(said):
+    with pytest.raises(InputError, match="the objective gave"):
+        shard(GOOD, cluster(2), costs_of(2), rounds=1, objective=lambda _: said)
+
+
+def test_an_objective_may_say_that_a_plan_is_impossible():
+    assert shard(GOOD, cluster(2), costs_of(2), rounds=1, objective=lambda _: float("inf")).frame.height >= 2
+
+
+@pytest.mark.parametrize("huge", [{"dim": [8, 10**15]}, {"rows": [100, 2**52], "dim": [8, 2**40]}])
+def test_tables_beyond_all_devices_are_refused_before_they_are_cut(huge):
+    tables = GOOD.with_columns(pl.Series(name, values) for name, values in huge.items())
+    with pytest.raises(LayoutError, match=r"all devices 2\.00 MB: table 'b' .* finds no room"):
+        shard(tables, cluster(2), costs_of(2), memory_bytes=MB)
+
+
+@pytest.mark.parametrize("asked", [{"lookup": 3}, {"cluster": None}, {"batch": "a"}, {"batch": float("inf")}])
+def test_costs_of_what_is_none_are_refused_by_name(asked):
+    with pytest.raises(InputError, match=next(iter(asked))):
+        ShardingCosts.of(**{"lookup": Fused(), "cluster": cluster(2), "batch": 1024, **asked})

@@ -227,6 +227,8 @@ def test_bits_are_those_of_steps_not_learned_from(model):
         pytest.param({"message_size": float("nan")}, InputError, "message_size=nan", id="no size"),
         pytest.param({"ranks": 3, "like": "gpt-ddp"}, InputError, "multiple", id="a rank and a half"),
         pytest.param({"seed": -1}, InputError, "seed=-1", id="a negative seed"),
+        pytest.param({"like": ["gpt-ddp"]}, InputError, "no such run", id="a list of runs"),
+        pytest.param({"message_size": 1e30}, InputError, r"message_size=1e\+30", id="no int64 of bytes"),
         pytest.param({"by": "net"}, InputError, "epochs=0", id="a net that was not fitted"),
         pytest.param({"by": "chance"}, InputError, "by='chance'", id="a way that is none"),
     ],
@@ -240,6 +242,19 @@ def test_layers_of_a_step_that_names_none_are_refused():
     model = TraceModel.fit([pattern(2, 3, compute_us=5, collective="all_reduce", size_bytes=1000)], epochs=0)
     with pytest.raises(GraphError, match="layers=2: no op of '' says which layer"):
         model.sample(seed=0, layers=2)
+
+
+@pytest.mark.parametrize("given", [{"epochs": -1}, {"epochs": 1.5}, {"epochs": 10**30}, {"seed": -1}])
+def test_a_fit_in_no_whole_numbers_is_refused(given):
+    with pytest.raises(InputError, match=next(iter(given))):
+        TraceModel.fit([pattern(2, compute_us=5)], **given)
+
+
+def test_bits_of_what_is_no_step_and_of_other_ranks_are_refused(model):
+    with pytest.raises(InputError, match="no sequence of graphs"):
+        model.bits(None)
+    with pytest.raises(InputError, match="step 0 has 5 ranks"):
+        model.bits([pattern(5, compute_us=5)], like="gpt-ddp")
 
 
 def test_nothing_is_learned_from_nothing():

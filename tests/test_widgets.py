@@ -266,3 +266,14 @@ def test_what_is_no_run_or_calibration_is_refused(run: ln.Run) -> None:
     ):  # type: ignore[arg-type]
         with pytest.raises(LumosError):
             call()
+
+
+@pytest.mark.parametrize("asked", [{"nodes": 0}, {"nodes": "x"}, {"nodes": 1.5}, {"gpu": None}])
+def test_a_configuration_begins_with_what_can_be(asked: dict[str, Any]) -> None:
+    with pytest.raises(LumosError):
+        widgets.configure(**asked)
+
+
+def test_what_a_search_has_controls_for_is_no_argument() -> None:
+    with pytest.raises(LumosError, match="keep is the panel's own"):
+        widgets.choose_layout(None, None, None, keep=3)  # type: ignore[arg-type]

@@ -11,10 +11,10 @@ import altair as alt
 import polars as pl
 
 from lumos_nb.charts.lane_bars import LABEL, in_order, with_activity
-from lumos_nb.charts.style import ACTIVITY_COLOURS, CLASS_COLOURS, GREY, INK, heading, names, texts
+from lumos_nb.charts.style import ACTIVITY_COLOURS, CLASS_COLOURS, GREY, INK, check_window, heading, names, texts
 from lumos_nb.critical_path import Result
 from lumos_nb.display import format_ns
-from lumos_nb.errors import InputError, LumosError
+from lumos_nb.errors import InputError, LumosError, require_whole
 from lumos_nb.graph import Graph
 from lumos_nb.schema import require
 
@@ -72,6 +72,8 @@ def dependencies(
     require(graph, "edges")
     if detail not in (None, *DETAILS):
         raise InputError(f"detail is {detail!r}; it may be {', '.join(DETAILS)}, or None.")
+    require_whole(1, width_px=width_px)
+    check_window(window_ns, ranks)
     ops = _in_window(source.ops, window_ns, ranks)
     room = max(width_px // _COLUMN_PX, 1)
     found = (boxes_of(ops, graph.edges, level, room) for level in (DETAILS if detail is None else (detail,)))
@@ -142,7 +144,8 @@ def boxes_of(
     rule = pl.col("rule").replace_strict(_OF_RULE, default="other")
     across = edges.filter(pl.col("label") != pl.col("label_to"))
     links = across.select(src=box.gather(across["at"]), dst=box.gather(across["at_to"]), rule=rule)
-    links = links.join(pl.DataFrame(direct, schema=["src", "dst"], orient="row"), on=["src", "dst"], how="semi")
+    pairs = pl.DataFrame(direct, schema={"src": pl.Int64, "dst": pl.Int64}, orient="row")
+    links = links.join(pairs, on=["src", "dst"], how="semi")
     boxes = boxes.with_columns(column=pl.Series(column)[boxes["box"]])
     return _named(boxes, detail), links.group_by("src", "dst", "rule", maintain_order=True).len("edges")
 

@@ -18,6 +18,7 @@ from lumos_nb.charts.style import (
     TRANSFER,
     UNEXPLAINED,
     check_rows,
+    check_window,
     heading,
     in_ms,
     names,
@@ -72,6 +73,7 @@ def timeline(
     --------
     >>> timeline(replay(graph), window_ns=(0, 5_000_000), ranks=[0, 1])
     """
+    check_window(window_ns, ranks)
     rows = lane_bars(source, window_ns=window_ns, ranks=ranks, columns=width_px, max_rows=max_rows)
     begin_ns, end_ns = rows.window_ns
     x = alt.X("start_ms:Q").scale(domain=[begin_ns / 1e6, end_ns / 1e6], nice=False).title("time (ms)")

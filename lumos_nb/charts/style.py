@@ -5,13 +5,13 @@ One colour means one thing in all charts. The colours are Okabe and Ito's (2008)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import altair as alt
 import polars as pl
 
-from lumos_nb.errors import InputError, LumosError, SchemaError
+from lumos_nb.errors import InputError, LumosError, SchemaError, require_kinds, require_whole
 
 COMPUTE, TRANSFER, WAITING, COPY, HOST, UNEXPLAINED, NOTHING = (
     *("#0072B2", "#D55E00", "#F7CDB0", "#009E73", "#56B4E9"),
@@ -54,6 +54,7 @@ CLASS_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9
 
 def heading(text: str, subtitle: str = "") -> alt.Title:
     """A title flush with the plot, so that charts below one another line up."""
+    require_kinds(title=(text, str))
     return alt.Title(text, subtitle=subtitle, anchor="start", frame="group")
 
 
@@ -75,6 +76,18 @@ def check_rows(frame: pl.DataFrame, columns: tuple[str, ...], what: str) -> None
         raise SchemaError(f"{what} table lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns)}.")
     if frame.is_empty():
         raise LumosError(f"nothing to draw: the {what} table has no row.")
+
+
+def check_window(window_ns: object, ranks: object) -> None:
+    """Raise InputError unless these are None, or a time from which and one to which, and ranks."""
+    if window_ns is not None:
+        ends = [*window_ns] if isinstance(window_ns, Sequence) else []
+        if len(ends) != 2 or not all(isinstance(end, int | float) and abs(end) < 2**63 for end in ends):
+            raise InputError(f"window_ns is {window_ns!r:.60}; give from and to in ns, such as (0, 5_000_000).")
+    if ranks is not None:
+        require_kinds(ranks=(ranks, Iterable))
+        for rank in ranks:  # type: ignore[attr-defined]
+            require_whole(0, ranks=rank)
 
 
 def in_ms(frame: pl.DataFrame) -> pl.DataFrame:

@@ -14,7 +14,7 @@ import polars as pl
 
 from lumos_nb import charts
 from lumos_nb.display import html_table
-from lumos_nb.errors import LumosError
+from lumos_nb.errors import LumosError, require_whole
 
 Controls = Mapping[str, ui.ValueWidget]
 Shown = Iterable[Any]
@@ -129,9 +129,13 @@ def choice(name: str, options: Sequence[Any], value: Any) -> ui.Dropdown:
     return ui.Dropdown(options=options, value=value, description=name.replace("_", " "), style=WIDE)
 
 
+MOST = 10**12
+
+
 def number(name: str, value: int, *, least: int = 0) -> ui.BoundedIntText:
     """A whole number."""
-    return ui.BoundedIntText(value=value, min=least, max=10**12, description=name.replace("_", " "), style=WIDE)
+    require_whole(least, MOST, **{name: value})
+    return ui.BoundedIntText(value=value, min=least, max=MOST, description=name.replace("_", " "), style=WIDE)
 
 
 slider = partial(ui.FloatSlider, continuous_update=False, style=WIDE)

@@ -12,7 +12,7 @@ from lumos_nb import charts
 from lumos_nb.config import fabrics, find_gpu, gpus
 from lumos_nb.costs.embeddings import PhysicalLookup
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import LumosError
+from lumos_nb.errors import InputError, LumosError
 from lumos_nb.layout import Cluster, Training
 from lumos_nb.transformer import Transformer
 from lumos_nb.widgets.panel import MOST_ROWS, WIDE, WIDTH_PX, Panel, Shown, arguments, choice, number, slider
@@ -38,6 +38,8 @@ def choose_layout(model: Transformer, cluster: Cluster, train: Training, **range
     --------
     >>> choose_layout(Transformer.named("llama-3-70b"), cluster, train, cp=1)  # doctest: +SKIP
     """
+    if own := ranges.keys() & {"keep", "spare", "progress"}:
+        raise InputError(f"{min(own)} is the panel's own: leave it out, and choose it there.")
     bar, stop, stopped = ui.IntProgress(layout={"width": "60%"}), ui.Button(description="stop"), threading.Event()
     stop.on_click(lambda _: stopped.set())
 

@@ -14,7 +14,7 @@ from lumos_nb import charts, whatif
 from lumos_nb.config import fabrics, find_gpu, gpus
 from lumos_nb.critical_path import Result, replay
 from lumos_nb.display import format_ns, format_share
-from lumos_nb.errors import require_kinds
+from lumos_nb.errors import require_kinds, require_whole
 from lumos_nb.findings import step_spread
 from lumos_nb.graph import Graph, Recording
 from lumos_nb.layout import Cluster, Parallelism, Training
@@ -144,6 +144,7 @@ def configure(model: str = "llama-3-8b", gpu: str = "H100-SXM-80GB", nodes: int 
     --------
     >>> configure("gpt3-175b", nodes=16)  # doctest: +SKIP
     """
+    require_whole(1, 10**9, nodes=nodes)
     Transformer.named(model), find_gpu(gpu)
     last: list[Estimate] = []
 

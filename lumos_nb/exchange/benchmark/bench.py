@@ -14,12 +14,13 @@ import argparse
 import csv
 import itertools
 import os
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -81,25 +82,52 @@ def profile(program: list[Run], device: str, folder: Path, times: list[tuple[int
         csv.writer(file).writerows([("rank", "step", "wall_ns", "cpu_ns"), *rows])
 
 
+class Parser(argparse.ArgumentParser):
+    """One that raises what this module raises, so that a caller in Python is not ended."""
+
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser`."""
+        raise Unusable(f"{message}; --help lists what can be chosen.")
+
+
+def whole_number(least: int, most: int = 10**9) -> Callable[[str], int]:
+    """What reads a whole number between these."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text[:20]) <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most}")
+        return int(text)
+
+    return read
+
+
+def span(text: str) -> tuple[int, int]:
+    """FROM:TO as numbers, each of which may be left out."""
+    found = re.fullmatch(r"(\d{0,18}):(\d{0,18})", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no FROM:TO, such as 0:100")
+    return int(found[1] or 0), int(found[2] or sys.maxsize)
+
+
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Run the operators of a trace, on tensors of its shapes.")
+    parser = Parser(description="Run the operators of a trace, on tensors of its shapes.")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--iterations", type=int, default=10, metavar="N", help="timed ones (10)")
-    parser.add_argument("--warmup", type=int, default=3, metavar="N", help="before them (3)")
+    parser.add_argument("--iterations", type=whole_number(1), default=10, metavar="N", help="timed ones (10)")
+    parser.add_argument("--warmup", type=whole_number(0), default=3, metavar="N", help="before them (3)")
     parser.add_argument("--profile", type=Path, metavar="OUT", help="a folder for step times and a Kineto trace")
     parser.add_argument("--gaps", choices=["none", "recorded"], default="none", help="between calls, on the host")
     parser.add_argument("--only", metavar="NAME", help="calls of this operator, or within what has NAME in its name")
-    parser.add_argument("--range", default=":", metavar="FROM:TO", help="calls by their numbers")
-    parser.add_argument("--threads", type=int, metavar="N", help="of each operator on a CPU (as traced, if known)")
+    parser.add_argument("--range", type=span, default=":", metavar="FROM:TO", help="calls by their numbers")
+    threads = whole_number(1, 1024)
+    parser.add_argument("--threads", type=threads, metavar="N", help="of each operator on a CPU (as traced, if known)")
     parser.add_argument("--part", choices=["all", "compute", "comm"], default="all")
     return parser.parse_args(argv)
 
 
 def chosen(arguments: argparse.Namespace) -> Callable[[int, list[str], bool], bool]:
     """Whether a call shall be made, by its number, the names of what it is within, and whether it communicates."""
-    first, _, last = arguments.range.partition(":")
-    start, end = int(first or 0), int(last) if last else sys.maxsize
+    start, end = arguments.range
 
     def wanted(at: int, path: list[str], talks: bool) -> bool:
         within = arguments.only is None or any(arguments.only in name for name in path)

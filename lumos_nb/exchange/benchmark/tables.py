@@ -16,7 +16,7 @@ import polars as pl
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.display import format_bytes, format_share, html_table, text_table
 from lumos_nb.embedding_tables import BINS, complete_tables, reused_indices, zipf_indices
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, require_kinds
 from lumos_nb.exchange.benchmark.calls import FREE, Node, Tensor, choose, read_nodes, tensors_of
 from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP, Communications, asked_of, delays_ns
 from lumos_nb.exchange.benchmark.dataflow import STAND_IN, Call, Dataflow, Slot
@@ -173,6 +173,9 @@ def _delays_ns(
     """How long each call's collective takes where its peers are not and a cluster is known."""
     if cluster is None:
         return [None] * len(calls)
+    require_kinds(cluster=(cluster, Cluster))
+    if calibration is not None:
+        require_kinds(calibration=(calibration, Calibration))
     asked = [asked_of(call.op, call.node, call.talk, talks.groups, rank) for call in calls]
     return delays_ns(asked, cluster, calibration)
 
@@ -200,7 +203,8 @@ def _followed(nodes: list[Node], talks: Communications) -> Dataflow:
 
 
 def _checked_sizes(shrink: Mapping[int, int] | None) -> dict[int, int]:
-    sizes = dict(shrink or {})
+    require_kinds(shrink=(given := {} if shrink is None else shrink, Mapping))
+    sizes = dict(given)
     if any(type(size) is not int or size < 1 for pair in sizes.items() for size in pair):
         raise InputError(f"shrink is {sizes!r}: give sizes of dimensions and smaller ones, such as {{4096: 64}}.")
     return sizes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import polars as pl
 
-from lumos_nb.errors import ChakraError, InputError
+from lumos_nb.errors import ChakraError, InputError, require_kinds
 from lumos_nb.exchange.chakra.files import write_ranks
 from lumos_nb.exchange.chakra.ranks import Job
 from lumos_nb.exchange.chakra.tables import NODES, Nodes
@@ -81,7 +81,9 @@ def write(
     >>> write(build_graph(run), "out/", target="astra-sim")  # doctest: +SKIP
     """
     job = RankFiles.of(source, target)
-    chosen = [*job.tables] if ranks is None else [*ranks]
+    if ranks is not None:
+        require_kinds(ranks=(ranks, Collection))
+    chosen = [*job.tables] if ranks is None else [*dict.fromkeys(ranks)]
     if unknown := [rank for rank in chosen if rank not in job.tables]:
         raise InputError(f"there is no rank {unknown[0]!r}; the workload has {len(job.tables)}: {[*job.tables][:8]}.")
     ours = {f"{prefix}.{rank}.et" for rank in job.tables}

@@ -13,7 +13,7 @@ from scipy.spatial.distance import jensenshannon
 from scipy.stats import ks_2samp
 
 from lumos_nb.critical_path import replay
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, require_kinds
 from lumos_nb.graph import Graph
 from lumos_nb.partition import breakdown
 from lumos_nb.schema import require
@@ -64,6 +64,7 @@ def fidelity(real: Sequence[Graph], generated: Sequence[Graph]) -> pl.DataFrame:
     --------
     >>> fidelity(steps, [model.sample(seed=seed) for seed in range(4)])     # doctest: +SKIP
     """
+    require_kinds(real=(real, Sequence), generated=(generated, Sequence))
     if len(real) < 4 or not generated:
         raise InputError(f"{len(real)} real and {len(generated)} generated steps; give at least four and one.")
     for graph in [*real, *generated]:

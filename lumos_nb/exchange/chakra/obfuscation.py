@@ -6,7 +6,6 @@ the files' own remarks do not. Whatever has no column of its own is left out, wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.display import format_bytes, format_share, html_table, text_table
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, require_whole
 from lumos_nb.exchange.chakra.conversion import VERSION, Estimated, RankFiles
 from lumos_nb.exchange.chakra.files import rank_files, read_file, read_groups, write_ranks
 from lumos_nb.exchange.chakra.messages import COLLECTIVES
@@ -88,10 +87,15 @@ class Policy:
             if getattr(self, name) not in values:
                 raise InputError(f"{name} is {getattr(self, name)!r}; it may be {' or '.join(map(repr, values))}.")
         scale = 1.0 if self.time_scale is None else self.time_scale
-        if type(scale) not in (int, float) or not (math.isfinite(scale) and scale > 0):
-            raise InputError(f"time_scale is {self.time_scale!r}; give a number above 0, or None for a secret one.")
+        if type(scale) not in (int, float) or not 0 < scale <= 1e6:
+            raise InputError(
+                f"time_scale is {self.time_scale!r:.60}; give a number above 0, up to a million, or None for a "
+                "secret one."
+            )
         if type(self.time_jitter) not in (int, float) or not 0 <= self.time_jitter < 1:
             raise InputError(f"time_jitter is {self.time_jitter!r}; give a share from 0 to below 1.")
+        if self.seed is not None:
+            require_whole(0, seed=self.seed)
 
 
 @dataclass(frozen=True, slots=True)

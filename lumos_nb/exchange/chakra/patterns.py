@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 from lumos_nb.costs.collective_plans import PLANS
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, require_whole
 from lumos_nb.exchange.chakra.word_graphs import STEP, Build, communication, finished, join_ranks
 from lumos_nb.exchange.chakra.words import Meeting
 from lumos_nb.graph import Graph
 
 COLLECTIVES = tuple(name for name in PLANS if name != "send_recv")
+MOST = {"compute_us": 1e9, "transfer_us": 1e9, "flops": 1e18}
+"""Far beyond what any kernel takes, so that sums of it stay within an int64 of ns."""
+MOST_TURNS = 1_000_000
+"""Ranks times rounds: about two GB of a graph."""
 
 
 def pattern(
@@ -55,7 +57,9 @@ def pattern(
     >>> replay(pattern(8, 4, **both)).makespan_ns, replay(pattern(8, 4, **both, overlapped=False)).makespan_ns
     (430000, 520000)
     """
-    _check(ranks, rounds, compute_us, collective, size_bytes, transfer_us)
+    require_whole(1, ranks=ranks, rounds=rounds)
+    require_whole(0, size_bytes=size_bytes)
+    _check(ranks * rounds, collective, {"compute_us": compute_us, "flops": flops, "transfer_us": transfer_us})
     build, meeting = Build(), Meeting(collective or "", tuple(range(ranks)), size_bytes)
     last: dict[tuple[int, str], int] = {}
     for turn in range(rounds):
@@ -95,16 +99,15 @@ def _follow(
     return row
 
 
-def _check(
-    ranks: object, rounds: object, compute_us: object, collective: object, size_bytes: object, transfer_us: object
-) -> None:
-    for name, value, least in (("ranks", ranks, 1), ("rounds", rounds, 1), ("size_bytes", size_bytes, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{name}={value!r}: give a whole number of at least {least}.")
-    for name, time in (("compute_us", compute_us), ("transfer_us", transfer_us)):
-        if time is not None and (not isinstance(time, (int, float)) or not math.isfinite(time) or time < 0):
-            raise InputError(f"{name}={time!r}: give a finite number of at least 0.")
+def _check(turns: int, collective: object, numbers: dict[str, object]) -> None:
+    """Raise InputError for what no pattern has, or no memory has room for."""
+    if turns > MOST_TURNS:
+        raise InputError(f"ranks times rounds is {turns:,}: give fewer, at most {MOST_TURNS:,} in all.")
+    for name, value in numbers.items():
+        optional = name != "transfer_us" and value is None
+        if not optional and (type(value) not in (int, float) or not 0 <= value <= MOST[name]):  # type: ignore[operator]
+            raise InputError(f"{name}={value!r:.60}: give a finite number of at least 0, at most {MOST[name]:g}.")
     if collective is not None and collective not in COLLECTIVES:
-        raise InputError(f"collective={collective!r}: give one of {', '.join(COLLECTIVES)}.")
-    if compute_us is None and collective is None:
+        raise InputError(f"collective={collective!r:.60}: give one of {', '.join(COLLECTIVES)}.")
+    if numbers["compute_us"] is None and collective is None:
         raise InputError("a pattern of nothing: give compute_us, a collective or both.")

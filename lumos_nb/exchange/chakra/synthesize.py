@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 import polars as pl
 
-from lumos_nb.errors import GraphError, InputError
+from lumos_nb.errors import GraphError, InputError, require_whole
 from lumos_nb.exchange.chakra.ngrams import NGrams
 from lumos_nb.exchange.chakra.sequence_net import SequenceNet
 from lumos_nb.exchange.chakra.skeletons import TRIES, Layout, kinds_of, roles_of
@@ -95,6 +95,8 @@ class TraceModel:
         >>> model = TraceModel.fit([ln.build_graph(recording, step) for step in range(2, 9)])   # doctest: +SKIP
         >>> ln.replay(model.sample(seed=1)).step_ns                                             # doctest: +SKIP
         """
+        require_whole(0, seed=seed)
+        require_whole(0, 10**6, epochs=epochs)
         corpus = {run: [Step.of(graph) for graph in steps] for run, steps in _checked(graphs).items()}
         number: dict[Word, int] = {}
         told = [
@@ -153,10 +155,12 @@ class TraceModel:
             Layers are asked of a run whose ops name none; no step comes to an end that has its communication; or the
             ranks' copies would have nothing in common.
         """
-        layout = self._layout(like, np.random.default_rng([_whole("seed", seed), 0]))
+        require_whole(0, seed=seed)
+        require_whole(0, **({} if ranks is None else {"ranks": ranks}))
+        layout = self._layout(like, np.random.default_rng([seed, 0]))
         _positive("layers", layers)
         _positive("message_size", message_size)
-        copies = layout.copies(ranks if ranks is None else _whole("ranks", ranks))
+        copies = layout.copies(ranks)
         rng = np.random.default_rng([seed, 1])
         meetings = layout.draw(rng)
         spoken = {role: self._spoken(layout, role, meetings, by, rng) for role in sorted(set(layout.roles))}
@@ -201,7 +205,9 @@ class TraceModel:
         known = {word._replace(shapes=""): i for i, word in enumerate(self.words)}
         known |= {word: i for i, word in enumerate(self.words)}
         ways: dict[str, By] = {"bits": "both", "net_bits": "net", "counts_bits": "counts", "markov_bits": "markov"}
-        for i, step in enumerate(map(Step.of, graphs)):
+        for i, step in enumerate(map(Step.of, _checked({like: graphs})[str(like)])):
+            if like is not None and len(step.ranks) != len(self._layout(like).roles):
+                raise InputError(f"step {i} has {len(step.ranks)} ranks, those of {like!r} others: give like=None.")
             for rank, sentence in enumerate(step.sentences):
                 said = [known.get(word, known.get(word._replace(shapes=""), -1)) for word in sentence.words]
                 role = ANY if like is None else self._layout(like).roles[rank]
@@ -227,7 +233,7 @@ class TraceModel:
         if like is None and rng:
             steps = np.array([layout.steps for layout in self.layouts.values()], float)
             like = [*self.layouts][int(rng.choice(len(steps), p=steps / steps.sum()))]
-        if like is None or like not in self.layouts:
+        if like is None or like not in tuple(self.layouts):
             raise InputError(
                 f"like={like!r}: no such run was learned from; there are {', '.join(map(repr, self.layouts))}."
             )
@@ -263,12 +269,6 @@ def _checked(graphs: object) -> dict[str, list[Graph]]:
     return checked
 
 
-def _whole(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise InputError(f"{name}={value!r}: give a whole number of at least 0.")
-    return int(value)
-
-
 def _positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise InputError(f"{name}={value!r}: give a finite number above 0.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e6:
+        raise InputError(f"{name}={value!r}: give a number above 0, up to a million.")

@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import LayoutError
+from lumos_nb.errors import LayoutError, require_kinds
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.plan import Plan, element_bytes, row_blocks, shard_bytes
 from lumos_nb.workloads.dlrm.sharding import memory_of, shard
@@ -60,6 +60,7 @@ def shard_over_nodes(
     --------
     >>> plan = shard_over_nodes(tables, cluster, costs, optimizer="adagrad")                   # doctest: +SKIP
     """
+    require_kinds(cluster=(cluster, Cluster), costs=(costs, ShardingCosts))
     exchange, each = costs.exchange, cluster.gpus_per_node
     if cluster.nodes < 2 or not isinstance(exchange, FabricExchange) or len(set(costs.speed)) > 1:
         raise LayoutError(

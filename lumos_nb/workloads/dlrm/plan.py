@@ -9,7 +9,7 @@ for the device's own samples, its gradients are added up). The names are TorchRe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns, format_share, html_table, text_table
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.errors import InputError, LayoutError, require_kinds, require_whole
 from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.schema import TableSchema
 
@@ -69,7 +69,7 @@ def shard_bytes(
     >>> shard_bytes(np.array([1000]), np.array([64]), np.array([4.0]), "row_wise_adagrad").tolist()
     [260000.0]
     """
-    if optimizer not in STATE_BYTES:
+    if optimizer not in tuple(STATE_BYTES):  # what is unhashable is none either
         raise LayoutError(f"no optimizer is called {optimizer!r}; there are: {', '.join(STATE_BYTES)}.")
     of_weight, of_row = STATE_BYTES[optimizer]
     held: NDArray[np.float64] = rows * (dim * (element_bytes + of_weight) + of_row)
@@ -79,6 +79,17 @@ def shard_bytes(
 def element_bytes(tables: pl.DataFrame) -> NDArray[np.float64]:
     """Bytes of one weight of each table."""
     return tables["dtype"].replace_strict(ELEMENT_BYTES, return_dtype=pl.Float64).to_numpy()
+
+
+def positive_bytes(memory_bytes: float | Sequence[float], *shapes: tuple[int, ...]) -> NDArray[np.float64]:
+    """What devices may hold as an array of one of the shapes, or LayoutError."""
+    try:
+        memory = np.asarray(memory_bytes, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        memory = np.zeros(())
+    if memory.shape not in shapes or not memory.size or not (memory > 0).all():
+        raise LayoutError(f"memory_bytes is {memory_bytes!r:.80}: give positive bytes, for all or each of the devices.")
+    return memory
 
 
 def row_blocks(rows: int, devices: int) -> list[int]:
@@ -159,9 +170,8 @@ class Plan:
         >>> plan.devices["bytes"].to_list()
         [3200, 1600]
         """
-        caps = np.asarray(memory_bytes, dtype=np.float64)
-        if caps.ndim != 1 or not len(caps) or not (caps > 0).all():
-            raise LayoutError(f"memory_bytes is {memory_bytes!r:.80}: give positive bytes for one device or more.")
+        require_kinds(shards=(shards, pl.DataFrame), memory_bytes=(memory_bytes, Collection))
+        caps = positive_bytes(memory_bytes, (len(memory_bytes),))
         tables = complete_tables(tables)
         frame = _whole_shards(tables, shards)
         _check_cover(tables, frame, len(caps))
@@ -235,7 +245,14 @@ class Plan:
             "cuda" or "cpu".
         gpus_per_node
             A rank's GPU is its number within the node.
+
+        Raises
+        ------
+        InputError
+            A name is no text, or the number of GPUs none.
         """
+        require_kinds(module=(module, str), device_type=(device_type, str))
+        require_whole(1, gpus_per_node=gpus_per_node)
         parameters = {}
         for (table,), shards in self.frame.sort("first_column", "first_row", "device").group_by(
             "table", maintain_order=True
@@ -283,8 +300,15 @@ def _whole_shards(tables: pl.DataFrame, shards: pl.DataFrame) -> pl.DataFrame:
     """The shards with all columns but their bytes: what is not said is the whole table."""
     if missing := [name for name in ("table", "device") if name not in shards.columns]:
         raise LayoutError(f"the shards lack column(s) {', '.join(missing)}; give table and device of each.")
-    sizes = tables.select("table", "rows", "dim")
-    own = shards.with_columns(pl.col("table").cast(pl.String), pl.col("device").cast(pl.Int64))
+    sizes, numbers = tables.select("table", "rows", "dim"), {*SHARDS.columns} - {"table", "kind", "bytes"}
+    try:
+        exact = shards.select(pl.col(name).cast(pl.Int64) for name in shards.columns if name in numbers)
+        own = shards.with_columns(pl.col("table").cast(pl.String), *exact)
+    except pl.exceptions.PolarsError as error:
+        raise LayoutError(f"the shards have a column that is none: {str(error).splitlines()[0]}.") from error
+    for name in exact.columns:
+        if (cut := shards[name].is_not_null() & (shards[name] != exact[name])).any():
+            raise LayoutError(f"a shard has {name} = {shards[name].filter(cut)[0]}: give whole numbers.")
     frame = own.join(sizes, on="table", how="left", suffix="_all", maintain_order="left")
     whole = {
         "kind": pl.lit("table_wise"),

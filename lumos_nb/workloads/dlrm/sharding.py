@@ -8,8 +8,9 @@ heuristics as well.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,16 +20,18 @@ from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import LayoutError, require_kinds
+from lumos_nb.errors import InputError, LayoutError, require_kinds, require_whole
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.grid_search import GridSearch, Loads
 from lumos_nb.workloads.dlrm.heuristics import HEURISTICS, placement
 from lumos_nb.workloads.dlrm.pieces import SPREAD, Floats, Pieces
-from lumos_nb.workloads.dlrm.plan import Plan, row_blocks
+from lumos_nb.workloads.dlrm.plan import Plan, element_bytes, positive_bytes, row_blocks, shard_bytes
 from lumos_nb.workloads.dlrm.refining import refined
 from lumos_nb.workloads.dlrm.sharding_costs import HiddenExchange, ShardingCosts
 
 SPLITS = ("column_wise", *SPREAD)
+MOST = 10**6
+"""Of any number that says how wide or long a search is."""
 STALE = 3
 """Rounds that find nothing better, after which no more are tried."""
 EVEN_SHARES = (2.0, 1.0)
@@ -105,7 +108,7 @@ def shard(
         A table cannot be (no rows, a negative pooling), has no finite price, or finds no room however it is cut; the
         message names it. Or costs, memory or splits do not go with the cluster.
     InputError
-        The cluster or the costs are of another kind.
+        The cluster or the costs are of another kind, or the objective gives no number.
 
     Examples
     --------
@@ -117,8 +120,13 @@ def shard(
     5
     """
     require_kinds(cluster=(cluster, Cluster), costs=(costs, ShardingCosts))
+    require_whole(1, MOST, beam=beam, candidates=candidates, caps=caps)
+    require_whole(0, MOST, rounds=rounds)
+    require_whole(0, seed=seed)
+    if not (objective is None or callable(objective)):
+        raise InputError(f"objective is {objective!r:.60}; give a function of a plan.")
     frame, memory = complete_tables(tables), memory_of(cluster, costs, memory_bytes)
-    _require(frame, splits, beam, candidates, rounds, caps)
+    _require(frame, splits, optimizer, memory)
     grid = np.array([*np.linspace(1.0, 1.5, caps), np.inf])
     made: dict[str, Plan] = {}
     for some in (costs, *([replace(costs, exchange=HiddenExchange(costs.exchange))] if objective else [])):
@@ -127,15 +135,31 @@ def shard(
         states = [*search.beam_search(beam, rounds), *search.by_rules(seed)]
         for plan in search.plans(states, optimizer, every=objective is not None):
             made[plan.frame.write_csv()] = costs.price(plan)
-    return min(made.values(), key=objective or (lambda plan: plan.total_us))
+    return min(made.values(), key=lambda plan: plan.total_us if objective is None else _asked(objective, plan))
 
 
-def _require(frame: pl.DataFrame, splits: Sequence[str], beam: int, candidates: int, rounds: int, caps: int) -> None:
-    """Raise LayoutError for a split that is none, and for sizes of a search that finds nothing."""
-    if unknown := set(splits) - set(SPLITS):
-        raise LayoutError(f"splits has {', '.join(sorted(unknown))}; give some of {', '.join(SPLITS)}.")
-    if min(beam, candidates, caps) < 1 or rounds < 0 or not frame.height:
-        raise LayoutError("give a table, and a beam, candidates and caps of 1 or more.")
+def _asked(objective: Callable[[Plan], float], plan: Plan) -> float:
+    """What an objective says of a plan: a number, or InputError."""
+    said: object = objective(plan)
+    if not isinstance(said, int | float | np.number) or math.isnan(said):
+        raise InputError(f"the objective gave {said!r:.60} for a plan; it must give a number, the less the better.")
+    return float(said)
+
+
+def _require(frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory: Floats) -> None:
+    """Raise LayoutError for a split that is none, and for tables that are none or that all devices have no room for."""
+    require_kinds(splits=(splits, Collection))
+    if unknown := [split for split in splits if split not in SPLITS]:
+        raise LayoutError(f"splits has {', '.join(map(str, unknown))}; give some of {', '.join(SPLITS)}.")
+    if not frame.height:
+        raise LayoutError("there is no table: give a row a table.")
+    held = shard_bytes(frame["rows"].to_numpy(), frame["dim"].to_numpy(), element_bytes(frame), optimizer)
+    if held.sum() > memory.sum():  # known before any table is cut, which would make many pieces of such a one
+        raise LayoutError(
+            f"the tables hold {format_bytes(held.sum())} with {optimizer}, all devices {format_bytes(memory.sum())}: "
+            f"table {frame['table'][int(held.argmax())]!r} ({format_bytes(held.max())}, with {optimizer}) "
+            "finds no room."
+        )
 
 
 def memory_of(cluster: Cluster, costs: ShardingCosts, memory_bytes: float | Sequence[float] | None) -> Floats:
@@ -143,13 +167,7 @@ def memory_of(cluster: Cluster, costs: ShardingCosts, memory_bytes: float | Sequ
     if len(costs.speed) != cluster.gpus:
         raise LayoutError(f"the costs are of {len(costs.speed)} devices, the cluster has {cluster.gpus}.")
     given = ROOM * cluster.gpu_sheet.memory_bytes if memory_bytes is None else memory_bytes
-    try:
-        memory = np.asarray(given, dtype=np.float64)
-    except (TypeError, ValueError):
-        memory = np.zeros(())
-    if memory.shape not in ((), (cluster.gpus,)) or not (memory > 0).all():
-        raise LayoutError(f"memory_bytes is {memory_bytes!r:.80}: give positive bytes, for all or each of the devices.")
-    return np.broadcast_to(memory, cluster.gpus)
+    return np.broadcast_to(positive_bytes(given, (), (cluster.gpus,)), cluster.gpus)
 
 
 def _rank(state: State) -> tuple[float, float]:

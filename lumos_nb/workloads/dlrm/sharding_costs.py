@@ -8,6 +8,7 @@ exchange, backward and forward lookups, forward exchange, in which the early one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from lumos_nb.costs.calibration import Calibration, load_calibration
 from lumos_nb.costs.collective_tiers import REQUEST
 from lumos_nb.costs.collectives import CollectiveModel
 from lumos_nb.costs.embeddings import LookupModel
-from lumos_nb.errors import CalibrationError, LayoutError
+from lumos_nb.errors import CalibrationError, InputError, LayoutError, require_kinds, require_whole
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.plan import FIGURES, Plan, element_bytes
 
@@ -172,19 +173,27 @@ class ShardingCosts:
 
         Raises
         ------
+        InputError
+            The lookup model or the cluster is none, or the batch no whole number.
         CalibrationError
             The calibration has no collectives.
         LayoutError
             There are no samples, or there is not one positive speed for each device.
         """
+        require_kinds(cluster=(cluster, Cluster))
+        require_whole(0, batch=batch)
+        if not hasattr(lookup, "parts"):
+            raise InputError(f"lookup is {lookup!r:.60}; give a model of lookups, such as PhysicalLookup or LookupNet.")
         found = calibration or load_calibration(cluster.gpu_sheet.name)
         if found.collectives is None:
             raise CalibrationError(f"the calibration {found.name} has no collectives: give one that has.")
         if not batch >= cluster.gpus:
             raise LayoutError(f"batch is {batch}; give every one of {cluster.gpus} devices a sample at least.")
-        speeds = speed or (1.0,) * cluster.gpus
-        if len(speeds) != cluster.gpus or not all(0 < one < np.inf for one in speeds):
-            raise LayoutError(f"speed is {speeds}; give a positive number for each of {cluster.gpus} devices.")
+        speeds = (1.0,) * cluster.gpus if speed is None else speed
+        require_kinds(speed=(speeds, Sequence))
+        numbers = all(isinstance(one, int | float) for one in speeds)
+        if not numbers or len(speeds) != cluster.gpus or not all(0 < one < np.inf for one in speeds):
+            raise LayoutError(f"speed is {speeds!r:.80}; give a positive number for each of {cluster.gpus} devices.")
         return cls(lookup, FabricExchange(cluster, found.collectives, batch), batch, speeds)
 
     def parts(self, tables: pl.DataFrame, batch_share: float = 1.0) -> Floats:
@@ -242,6 +251,7 @@ class ShardingCosts:
             The plan is for another number of devices, a table has no finite price, or partial sums of one are added up
             inside of nodes, which no exchange here knows: `estimate_dlrm` does.
         """
+        require_kinds(plan=(plan, Plan))
         devices = plan.devices.height
         if (grid := plan.frame.filter(kind="grid_shard")).height:
             raise LayoutError(
