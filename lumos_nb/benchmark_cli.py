@@ -13,7 +13,7 @@ from lumos_nb.display import text_table
 from lumos_nb.errors import BenchmarkError
 from lumos_nb.exchange import benchmark
 from lumos_nb.exchange.chakra import Policy
-from lumos_nb.terminal import AddVerb, as_json, progress
+from lumos_nb.terminal import AddVerb, as_json, progress, tell
 
 GENERATE = """
 examples:
@@ -94,6 +94,14 @@ def _generate(arguments: argparse.Namespace) -> str:
 
 
 def _run(arguments: argparse.Namespace) -> str:
+    from lumos_nb.exchange.benchmark.bench import arguments_of
+    from lumos_nb.exchange.benchmark.binding import Unusable
+
+    try:  # before anything is printed elsewhere, --help too
+        arguments_of(arguments.options)
+    except Unusable as error:
+        tell(f"usage: lumos-nb benchmark run PATH --options ...\nlumos-nb: {error}\n")
+        raise SystemExit(2) from error
     folder, said = Path(arguments.path), io.StringIO()
     with progress() as say, redirect_stdout(said):
         say(f"running {folder}")
@@ -117,7 +125,7 @@ def _folder(path: Path, options: list[str]) -> pl.DataFrame:
         times = main(options, path)
     except Unusable as error:
         raise BenchmarkError(str(error)) from error
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise BenchmarkError(f"{path}: its workload.json is damaged ({error!r:.80}): generate it again.") from error
     rows = [(at, *both) for at, both in enumerate(times)]
     return pl.DataFrame(rows, schema=["iteration", "wall_ns", "cpu_ns"], orient="row")

@@ -91,7 +91,10 @@ def add_verbs(verbs: Verbs) -> None:
 
 
 def _time_scale(text: str) -> float | None:
-    return None if text == "secret" else float(text)
+    try:
+        return None if text == "secret" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'secret'") from None
 
 
 def _link(arguments: argparse.Namespace) -> str:

@@ -13,7 +13,7 @@ from tests.test_cli import printed
 from tests.trace_builder import Trace, repeated, write_kineto
 
 PAIRED = ln.datasets.path("gpt-single-paired")
-PROGRAM = {"bench.py", "binding.py", "device_activity.py"}
+PROGRAM = {"bench.py", "binding.py", "device_activity.py", "peers.py"}
 QUICK = ("--device", "cpu", "--iterations", "2", "--warmup", "0")
 
 
@@ -143,3 +143,23 @@ def test_wrong_usage_is_2_with_the_usage(arguments, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("usage: ")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param({"scopes": [["a", 0]]}, id="scopes without end"),
+        pytest.param({"source": {"threads": -5}}, id="a negative number of threads"),
+        pytest.param({"memory": [[-1, "cpu", "float32", ["constant", 0]]]}, id="less than no memory"),
+    ],
+)
+def test_a_table_that_cannot_be_ends_in_a_line(wrong, program, tmp_path, capfd):
+    table = json.loads((program / "workload.json").read_text())
+    for call in table["calls"]:
+        call["scope"] = 0
+    changed = {name: table[name] | value if name == "source" else value * 10**4 for name, value in wrong.items()}
+    (tmp_path / "workload.json").write_text(json.dumps(table | changed))
+    assert cli.main(["benchmark", "run", str(tmp_path), "--options", *QUICK]) == 1
+    err = capfd.readouterr().err
+    assert "workload.json is damaged" in err
+    assert err.count("\n") == 1

@@ -150,6 +150,8 @@ def main(argv: Sequence[str] | None = None, folder: Path | None = None) -> list[
 
 def run(arguments: argparse.Namespace, folder: Path) -> list[tuple[int, int]]:
     """Prepare the calls, time them, and say what they took."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise Unusable("torch finds no GPU here; --device cpu runs without one.")
     bench = Bench(folder, arguments.device, chosen(arguments))
     if threads := arguments.threads or bench.table["source"].get("threads"):
         torch.set_num_threads(threads)

@@ -143,6 +143,8 @@ class Bench:
         while at >= 0:
             name, at = self.table["scopes"][at]
             names.append(name)
+            if len(names) > len(self.table["scopes"]) + 1:
+                raise Unusable("workload.json is damaged: its scopes lead back to themselves; generate it again.")
         return names
 
     def needed_bytes(self) -> int:
