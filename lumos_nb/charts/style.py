@@ -5,7 +5,8 @@ One colour means one thing in all charts. The colours are Okabe and Ito's (2008)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from numbers import Real
 from typing import Any
 
 import altair as alt
@@ -82,10 +83,10 @@ def check_window(window_ns: object, ranks: object) -> None:
     """Raise InputError unless these are None, or a time from which and one to which, and ranks."""
     if window_ns is not None:
         ends = [*window_ns] if isinstance(window_ns, Sequence) else []
-        if len(ends) != 2 or not all(isinstance(end, int | float) and abs(end) < 2**63 for end in ends):
+        if len(ends) != 2 or not all(isinstance(end, Real) and abs(float(end)) < 2**63 for end in ends):
             raise InputError(f"window_ns is {window_ns!r:.60}; give from and to in ns, such as (0, 5_000_000).")
     if ranks is not None:
-        require_kinds(ranks=(ranks, Iterable))
+        require_kinds(ranks=(ranks, Collection))
         for rank in ranks:  # type: ignore[attr-defined]
             require_whole(0, ranks=rank)
 
