@@ -32,6 +32,7 @@ from lumos_nb.costs.embeddings import PhysicalLookup, described
 from lumos_nb.costs.networks import evaluated, layer_shapes, trained
 from lumos_nb.embedding_tables import Floats
 from lumos_nb.errors import CalibrationError, InputError
+from lumos_nb.whole_files import whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,10 +166,8 @@ class LookupNet:
         arrays: dict[str, Any] = {f"layer_{number}": layer for number, layer in enumerate(self.layers)}
         arrays |= {name: np.asarray(getattr(self, name)) for name in _ARRAYS}
         arrays["base"] = np.array("" if self.base is None else msgspec.json.encode(self.base).decode())
-        try:
-            np.savez(file, **arrays)
-        except OSError as error:
-            raise InputError(f"{file}: cannot be written: {error.strerror}.") from error
+        with whole(file, InputError) as part:
+            np.savez(part, **arrays)
         return file
 
     @classmethod

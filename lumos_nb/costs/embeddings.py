@@ -26,6 +26,7 @@ from lumos_nb.display import html_table, text_table
 from lumos_nb.embedding_tables import Floats, complete_tables
 from lumos_nb.errors import CalibrationError, InputError, LayoutError
 from lumos_nb.number_formats import ELEMENT_BYTES
+from lumos_nb.whole_files import whole
 
 
 class LookupModel(Protocol):
@@ -148,10 +149,8 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             The file cannot be written.
         """
         file = Path(path)
-        try:
-            file.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
-        except OSError as error:
-            raise InputError(f"{file}: cannot be written: {error.strerror}.") from error
+        with whole(file, InputError) as part:
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
         return file
 
     @classmethod

@@ -54,6 +54,7 @@ from lumos_nb.costs.bench_shapes import Case, models
 from lumos_nb.costs.embedding_bench import measure_lookups
 from lumos_nb.errors import InputError, LumosError
 from lumos_nb.job import describe_machine
+from lumos_nb.whole_files import whole
 
 __all__ = ["main", "measure_collectives", "measure_kernels", "record"]
 
@@ -241,7 +242,7 @@ def record(
     check_device(device)
     if unknown := {*only} - {*TABLES}:
         raise InputError(f"unknown tables {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}.")
-    whole = {*only} == {*TABLES}
+    every = {*only} == {*TABLES}
     out.mkdir(parents=True, exist_ok=True)
     backend = "nccl" if device == "cuda" else "gloo"
     sizes = [n for n in world_sizes if device == "cpu" or n <= _gpus()]
@@ -253,7 +254,7 @@ def record(
         "lookups": lambda: measure_lookups(device, 0.5 * budget_s, seed=seed),
     }
     command = f"--device {device} --budget {budget_s:g} --seed {seed} --ranks {','.join(map(str, world_sizes))}"
-    command += "" if whole else f" --only {','.join(only)}"
+    command += "" if every else f" --only {','.join(only)}"
     now = {
         "machine": describe_machine(device),
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -263,7 +264,7 @@ def record(
         "threads": 1,
         "load": os.getloadavg(),
     }
-    about: dict[str, Any] = dict(now) if whole else read_samples(out)[2]
+    about: dict[str, Any] = dict(now) if every else read_samples(out)[2]
     for name in only:
         if name == "collectives" and not sizes:
             about[name] = f"not measured: {_gpus()} GPUs are here, collectives were wanted of {world_sizes}"
@@ -273,13 +274,15 @@ def record(
         frame = tables[name]()
         if name == "kernels" and device == "cpu":
             (out / "sheet.json").write_text(machine_sheet(frame).to_json() + "\n")
-        frame.write_parquet(file, compression="zstd", compression_level=19)
+        with whole(file) as part:
+            frame.write_parquet(part, compression="zstd", compression_level=19)
         about[name] = {"rows": frame.height, "seconds": round(time.monotonic() - started, 1)} | _quality(frame)
-        about[name] |= {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()} | ({} if whole else now)
-    if whole:
+        about[name] |= {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()} | ({} if every else now)
+    if every:
         about["overhead"] = profiler_overhead() if device == "cpu" else _clocks()
         about["host"] = msgspec.to_builtins(measure_host()) if device == "cpu" else None
-    (out / "provenance.json").write_text(json.dumps(about, indent=1) + "\n")
+    with whole(out / "provenance.json") as part:
+        part.write_text(json.dumps(about, indent=1) + "\n")
     return about
 
 

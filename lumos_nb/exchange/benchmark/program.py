@@ -18,6 +18,7 @@ from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP
 from lumos_nb.exchange.benchmark.tables import Workload, workload
 from lumos_nb.traces.execution_trace import ExecutionTrace, is_execution_trace
 from lumos_nb.traces.files import files_of
+from lumos_nb.whole_files import whole
 
 RUNNER = [Path(__file__).with_name(f"{name}.py") for name in ("bench", "binding", "peers")]
 RUNNER += [Path(device_activity.__file__)]
@@ -72,9 +73,10 @@ def generate(
     for one in made:
         one.table["source"]["ranks"] = sorted(other.table["source"]["rank"] for other in made)
         suffix = "" if len(made) == 1 else f"-{one.table['source']['rank']}"
-        (folder / f"workload{suffix}.json").write_bytes(msgspec.json.encode(one.table))
         if len(one.indices):
             (folder / f"indices{suffix}.bin").write_bytes(one.indices.astype("<i8").tobytes())
+        with whole(folder / f"workload{suffix}.json", InputError) as part:
+            part.write_bytes(msgspec.json.encode(one.table))
     (folder / "README.md").write_text(_readme(made), encoding="utf-8")
     return made[0]
 

@@ -17,6 +17,7 @@ from lumos_nb.exchange.chakra import _wire_kernels as wire
 from lumos_nb.exchange.chakra import json_files
 from lumos_nb.exchange.chakra.tables import NODES, Nodes, decoded, encoded, parsed
 from lumos_nb.traces.json_stream import Blocks
+from lumos_nb.whole_files import whole
 
 CHUNK_BYTES = 1 << 22
 """Of messages decoded at a time, unless one is longer."""
@@ -146,11 +147,8 @@ def write_file(nodes: Nodes, path: str | Path) -> Path:
     opened: Callable[..., IO[bytes]] = igzip.open if path.suffix == ".gz" else open
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     parts = json_files.lines(nodes, kind) if kind in json_files.SUFFIXES else _messages(nodes)
-    try:
-        with opened(path, "wb") as file:
-            file.writelines(parts)
-    except OSError as error:
-        raise ChakraError(f"{path} cannot be written: {error}. Give a file in a folder that is there.") from error
+    with whole(path, ChakraError) as part, opened(part, "wb") as file:
+        file.writelines(parts)
     return path
 
 

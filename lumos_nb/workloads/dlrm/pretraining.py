@@ -23,6 +23,7 @@ from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup, lookup_us
 from lumos_nb.embedding_tables import complete_tables
 from lumos_nb.errors import CalibrationError, InputError
 from lumos_nb.layout import Cluster
+from lumos_nb.whole_files import whole
 from lumos_nb.workloads.dlrm.exchange_net import ExchangeNet, scored
 from lumos_nb.workloads.dlrm.pieces import SMALLEST
 from lumos_nb.workloads.dlrm.sharding_costs import FabricExchange, ShardingCosts
@@ -180,13 +181,15 @@ def save_costs(costs: ShardingCosts, folder: str | Path) -> Path:
     )  # fmt: skip
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "costs.json").write_bytes(msgspec.json.encode(text))
-        if isinstance(exchange, ExchangeNet):
-            arrays: dict[str, Any] = exchange.arrays()
-            np.savez(path / "exchange.npz", **arrays)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}.") from error
     lookup.save(path / "lookup.npz")
+    if isinstance(exchange, ExchangeNet):
+        arrays: dict[str, Any] = exchange.arrays()
+        with whole(path / "exchange.npz", InputError) as part:
+            np.savez(part, **arrays)
+    with whole(path / "costs.json", InputError) as part:  # the last, so that there are all or none
+        part.write_bytes(msgspec.json.encode(text))
     return path
 
 
