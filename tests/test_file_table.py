@@ -142,8 +142,8 @@ kineto          246  tracelens/torch_compile_triton/trace.json.gz
 TABLE = [(kind, count, name) for kind, count, name in (line.split() for line in FILES.strip().splitlines())]
 
 ERRORS: dict[str, tuple[type[LumosError], str]] = {
-    "ET": (UnsupportedFormat, r"a PyTorch execution trace: .*lumos_nb\.traces\.execution_trace"),
-    "Chakra": (UnsupportedFormat, r"a Chakra trace.*: .*lumos_nb\.exchange\.chakra"),
+    "ET": (UnsupportedFormat, r"a PyTorch execution trace: .*ln\.load_execution_trace"),
+    "Chakra": (UnsupportedFormat, r"a Chakra trace.*: .*ln\.chakra"),
     "nothing": (TraceError, "no profiler trace|is no JSON object"),
 }
 """What a file that holds no events is -> the error that it ends in."""

@@ -411,12 +411,12 @@ def test_a_second_list_of_events_is_reported(tmp_path: Path) -> None:
         (b'{"ranks": 4, "tp": 2}', UnsupportedFormat, "ranks, tp"),
         (b'{"traceEvents": null}', UnsupportedFormat, "no profiler trace"),
         (b'{"schemaVersion": 1, "devicePro', TraceError, "ends before its traceEvents"),
-        (b'{"schema": "1.1.1", "pid": 4, "nodes": [', UnsupportedFormat, "lumos_nb.traces.execution_trace"),
+        (b'{"schema": "1.1.1", "pid": 4, "nodes": [', UnsupportedFormat, "ln.load_execution_trace"),
         (b"SQLite format 3\0....", UnsupportedFormat, "format nsys"),
         (gzip.compress(b"SQLite format 3\0....", mtime=0), UnsupportedFormat, "format nsys"),
         (b"PAR1....", UnsupportedFormat, "format timeline"),
         (b"PK\x03\x04....", UnsupportedFormat, "unpack"),
-        (b"\x07\n\x050.0.4\x12", UnsupportedFormat, "lumos_nb.exchange.chakra"),
+        (b"\x07\n\x050.0.4\x12", UnsupportedFormat, "ln.chakra"),
     ],
 )
 def test_other_files_are_named_with_what_takes_them(

@@ -15,7 +15,8 @@ from lumos_nb.costs.work import with_work
 from lumos_nb.errors import InputError
 from lumos_nb.layout import Parallelism, Training, check
 from lumos_nb.transformer import Mla, Moe, Transformer
-from lumos_nb.workloads.llm.stages import WORK, work
+from lumos_nb.workloads.llm.stages import work
+from lumos_nb.workloads.work_rows import WORK
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 512, "heads": 8, "ffn": 1024, "vocab": 4096}
 GPT = Transformer(**SIZES, gated=False, norm="layer", bias=True, positions="learned", max_seq=4096)

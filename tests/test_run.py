@@ -186,7 +186,7 @@ def test_other_files_are_named_in_the_report(folder: Path) -> None:
     assert names_of(loaded) == [(0, "x")]
     skipped = {Path(path).name: reason for path, reason in reported(loaded, "not read").select("path", "reason").rows()}
     assert skipped.keys() == {"et.json", "config.json", "notes.txt", "._rank0.json"}
-    assert "lumos_nb.traces.execution_trace" in skipped["et.json"]
+    assert "ln.load_execution_trace" in skipped["et.json"]
 
 
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lumos_nb.exchange import on_first_use
 
 if TYPE_CHECKING:
-    from lumos_nb.exchange.benchmark.portability import portability as portability
+    from lumos_nb.exchange.benchmark.other_devices import portability as portability
     from lumos_nb.exchange.benchmark.program import generate as generate
     from lumos_nb.exchange.benchmark.program import replay as replay
     from lumos_nb.exchange.benchmark.selection import Selection as Selection
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lumos_nb.exchange.benchmark.tables import workload as workload
 
 _MODULES = {
-    "portability": ("portability",),
+    "other_devices": ("portability",),
     "program": ("generate", "replay"),
     "selection": ("Selection", "select"),
     "similarity": ("Similarity", "compare"),
