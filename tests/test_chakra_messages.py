@@ -12,7 +12,7 @@ import tracemalloc
 import polars as pl
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import lumos_nb as ln
@@ -158,6 +158,7 @@ nodes = st.builds(
 
 
 @given(st.lists(nodes, min_size=1, max_size=5))
+@example([b"R\x18\n\x0btensor_sizeH\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"])  # a size of -1 fits no column
 def test_any_nodes_come_through_columns_as_they_were(tmp_path_factory, messages):
     folder = tmp_path_factory.mktemp("any")
     messages = [one or message(1) for one in messages]

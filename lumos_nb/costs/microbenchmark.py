@@ -248,9 +248,7 @@ def record(
     sizes = [n for n in world_sizes if device == "cpu" or n <= _gpus()]
     tables: dict[str, Callable[[], pl.DataFrame]] = {
         "kernels": lambda: measure_kernels(device, 0.8 * budget_s, seed=seed),
-        "collectives": lambda: pl.concat(
-            measure_collectives(n, backend, budget_s=0.1 * budget_s, seed=seed) for n in sizes
-        ),
+        "collectives": lambda: pl.concat(measure_collectives(n, backend, 0.1 * budget_s, seed=seed) for n in sizes),
         "lookups": lambda: measure_lookups(device, 0.5 * budget_s, seed=seed),
     }
     command = f"--device {device} --budget {budget_s:g} --seed {seed} --ranks {','.join(map(str, world_sizes))}"
@@ -274,8 +272,7 @@ def record(
         frame = tables[name]()
         if name == "kernels" and device == "cpu":
             (out / "sheet.json").write_text(machine_sheet(frame).to_json() + "\n")
-        with whole(file) as part:
-            frame.write_parquet(part, compression="zstd", compression_level=19)
+        _write(file, frame)
         about[name] = {"rows": frame.height, "seconds": round(time.monotonic() - started, 1)} | _quality(frame)
         about[name] |= {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()} | ({} if every else now)
     if every:
@@ -284,6 +281,11 @@ def record(
     with whole(out / "provenance.json") as part:
         part.write_text(json.dumps(about, indent=1) + "\n")
     return about
+
+
+def _write(file: Path, frame: pl.DataFrame) -> None:
+    with whole(file) as part:
+        frame.write_parquet(part, compression="zstd", compression_level=19)
 
 
 def _gpus() -> int:

@@ -29,7 +29,7 @@ ID, TYPE, START, DUR, N_FIXED = 0, 1, 2, 3, 4
 """Columns of numbers before those of attributes."""
 NAME, N_STRINGS = 0, 7
 """Columns of text before those of attributes: the name, then values, shapes and types of inputs and of outputs."""
-INTEGER, BOOLEAN, TEXT = 0, 1, 2
+INTEGER, BOOLEAN, TEXT, UNSIGNED = range(4)
 """What an attribute's column holds."""
 INT32, INT64, UINT32, UINT64, BOOL, STRING = 7, 9, 11, 13, 27, 29
 """Field numbers of an attribute's value."""
@@ -202,7 +202,8 @@ def _attribute(
     if holds[which] == BOOLEAN:
         fits = field == BOOL and (value == 0 or value == 1)
     else:
-        fits = field in (INT32, INT64, UINT32) or (field == UINT64 and value >= 0)
+        signed = field in (INT32, INT64, UINT32) and holds[which] != UNSIGNED
+        fits = signed or (field in (INT32, INT64, UINT32, UINT64) and value >= 0)
     if not fits or there[c]:
         return 0
     fixed[c], there[c] = value, 1

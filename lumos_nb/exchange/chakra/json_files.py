@@ -218,7 +218,9 @@ def _columns_of(i: int, node: _Node, columns: dict[str, list[Any]]) -> bytes:
         if name in ATTRIBUTES and len(attribute) == 2 and columns[name][i] is None:
             field = next(key for key in attribute if key != "name")
             value = int(attribute[field]) if field in _INTEGERS else attribute[field]
-            if field in _VALUES.get(ATTRIBUTES[name], _INTEGERS) and not (field in _INTEGERS and value >= 1 << 63):
+            least = 0 if ATTRIBUTES[name].startswith("u") else -(1 << 63)
+            within = field not in _INTEGERS or least <= value < 1 << 63
+            if field in _VALUES.get(ATTRIBUTES[name], _INTEGERS) and within:
                 columns[name][i] = value
                 continue
         try:

@@ -84,7 +84,8 @@ _COLUMNS = {
 """Where the kernels have an attribute: among the numbers, or among the texts."""
 _NUMBERS = [name for name, kind in ATTRIBUTES.items() if kind != "string"]
 _WORDS = [name for name, kind in ATTRIBUTES.items() if kind == "string"]
-_HOLDS = np.array([{"bool": 1, "string": 2}.get(kind, 0) for kind in ATTRIBUTES.values()], np.uint8)
+_KINDS = {"bool": wire.BOOLEAN, "string": wire.TEXT, "uint32": wire.UNSIGNED, "uint64": wire.UNSIGNED}
+_HOLDS = np.array([_KINDS.get(kind, wire.INTEGER) for kind in ATTRIBUTES.values()], np.uint8)
 _COLUMN = np.array(list(_COLUMNS.values()))
 _ROWS = 1 << 12
 """Nodes written at a time."""

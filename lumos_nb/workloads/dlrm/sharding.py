@@ -99,8 +99,7 @@ def shard(
     Returns
     -------
     plan
-        Priced by `costs`, and never slower by them than the best of `HEURISTICS`; with an objective never worse by it
-        than the plan without.
+        Priced by `costs`; never slower by them than the best of `HEURISTICS`, nor by an objective than one without.
 
     Raises
     ------
@@ -120,22 +119,25 @@ def shard(
     5
     """
     require_kinds(cluster=(cluster, Cluster), costs=(costs, ShardingCosts))
-    require_whole(1, MOST, beam=beam, candidates=candidates, caps=caps)
-    require_whole(0, MOST, rounds=rounds)
-    require_whole(0, seed=seed)
-    if not (objective is None or callable(objective)):
-        raise InputError(f"objective is {objective!r:.60}; give a function of a plan.")
+    _require_numbers(beam, candidates, rounds, caps, seed)
     frame, memory = complete_tables(tables), memory_of(cluster, costs, memory_bytes)
-    _require(frame, splits, optimizer, memory)
-    grid = np.array([*np.linspace(1.0, 1.5, caps), np.inf])
+    _require(frame, splits, optimizer, memory, objective)
     made: dict[str, Plan] = {}
     for some in (costs, *([replace(costs, exchange=HiddenExchange(costs.exchange))] if objective else [])):
         pieces = Pieces.of(frame, some, optimizer)
-        search = _Search(frame, GridSearch(pieces, some, memory, grid), frozenset(splits), candidates)
+        grid = GridSearch(pieces, some, memory, np.array([*np.linspace(1.0, 1.5, caps), np.inf]))
+        search = _Search(frame, grid, frozenset(splits), candidates)
         states = [*search.beam_search(beam, rounds), *search.by_rules(seed)]
         for plan in search.plans(states, optimizer, every=objective is not None):
             made[plan.frame.write_csv()] = costs.price(plan)
     return min(made.values(), key=lambda plan: plan.total_us if objective is None else _asked(objective, plan))
+
+
+def _require_numbers(beam: int, candidates: int, rounds: int, caps: int, seed: int) -> None:
+    """Raise InputError for a number of the search that is none."""
+    require_whole(1, MOST, beam=beam, candidates=candidates, caps=caps)
+    require_whole(0, MOST, rounds=rounds)
+    require_whole(0, seed=seed)
 
 
 def _asked(objective: Callable[[Plan], float], plan: Plan) -> float:
@@ -146,8 +148,10 @@ def _asked(objective: Callable[[Plan], float], plan: Plan) -> float:
     return float(said)
 
 
-def _require(frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory: Floats) -> None:
+def _require(frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory: Floats, objective: object) -> None:
     """Raise LayoutError for a split that is none, and for tables that are none or that all devices have no room for."""
+    if not (objective is None or callable(objective)):
+        raise InputError(f"objective is {objective!r:.60}; give a function of a plan.")
     require_kinds(splits=(splits, Collection))
     if unknown := [split for split in splits if split not in SPLITS]:
         raise LayoutError(f"splits has {', '.join(map(str, unknown))}; give some of {', '.join(SPLITS)}.")
