@@ -216,6 +216,8 @@ def test_bits_are_those_of_steps_not_learned_from(model):
     assert (bits["counts_bits"] < bits["markov_bits"]).all()
     assert (bits["markov_bits"] < bits["uniform_bits"]).all()
     unseen = model.bits(held_out)
+    other = model.bits([*held_out[:1], pattern(4, compute_us=5)])  # of another job, with other ranks
+    assert other.group_by("step").len().sort("step")["len"].to_list() == [len(held_out[0].ops["rank"].unique()), 4]
     assert (unseen["markov_bits"] > bits["markov_bits"]).all()
 
 

@@ -205,7 +205,7 @@ class TraceModel:
         known = {word._replace(shapes=""): i for i, word in enumerate(self.words)}
         known |= {word: i for i, word in enumerate(self.words)}
         ways: dict[str, By] = {"bits": "both", "net_bits": "net", "counts_bits": "counts", "markov_bits": "markov"}
-        for i, step in enumerate(map(Step.of, _checked({like: graphs})[str(like)])):
+        for i, step in enumerate(map(Step.of, _steps_of(str(like), graphs))):
             if like is not None and len(step.ranks) != len(self._layout(like).roles):
                 raise InputError(f"step {i} has {len(step.ranks)} ranks, those of {like!r} others: give like=None.")
             for rank, sentence in enumerate(step.sentences):
@@ -257,16 +257,20 @@ def _checked(graphs: object) -> dict[str, list[Graph]]:
     runs = graphs if isinstance(graphs, Mapping) else {"": graphs}
     checked = {}
     for run, steps in runs.items():
-        if isinstance(steps, str) or not isinstance(steps, Sequence) or not steps:
-            raise InputError(f"run {run!r} has no sequence of graphs; give at least one: [build_graph(run)].")
-        for graph in steps:
-            require(graph, "edges")
-        if len({tuple(sorted(set(graph.ops["rank"]))) for graph in steps}) > 1:
+        checked[str(run)] = _steps_of(str(run), steps)
+        if len({tuple(sorted(set(graph.ops["rank"]))) for graph in checked[str(run)]}) > 1:
             raise GraphError(f"graphs of run {run!r} have different ranks; give them as runs of their own.")
-        checked[str(run)] = list(steps)
     if not checked:
         raise InputError("there are no graphs to learn from; give at least one: [build_graph(run)].")
     return checked
+
+
+def _steps_of(run: str, steps: object) -> list[Graph]:
+    if isinstance(steps, str) or not isinstance(steps, Sequence) or not steps:
+        raise InputError(f"run {run!r} has no sequence of graphs; give at least one: [build_graph(run)].")
+    for graph in steps:
+        require(graph, "edges")
+    return list(steps)
 
 
 def _positive(name: str, value: object) -> None:
