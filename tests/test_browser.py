@@ -124,6 +124,8 @@ def test_a_configuration_is_estimated_anew_in_voila(opened: Opened) -> None:
     panel.locator(".widget-text", has_text="micro batch").locator("input").press("Enter")
     panel.get_by_text("micro_batch=2").wait_for()
     expect(panel.locator(".jp-OutputArea-output").first).not_to_have_text(before)
+    assert "micro_batch=2" in panel.inner_text()
+    assert panel.locator(".jp-OutputArea-output").first.inner_text() != before
     keep(panel, "configure-app")
 
 

@@ -15,7 +15,7 @@ import polars as pl
 
 from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import RunError
-from lumos_nb.executors import check_executor, spread
+from lumos_nb.executors import spread
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.export import Tables
 from lumos_nb.traces.files import files_of, loaded, printable, read_file
@@ -134,7 +134,6 @@ def load_run(
     >>> run = load_run("runs/gpt-pp8")  # doctest: +SKIP
     >>> run.report  # doctest: +SKIP
     """
-    check_executor(executor)
     try:
         with files_of(path) as (files, others, beside, alone, archive):
             read = partial(read_file, cache=beside if cache else None, by_path=executor is not None, strict=alone)
