@@ -40,7 +40,7 @@ env: .venv/.installed ## the environment, in .venv
 	@touch $@
 
 demo: env ## the main job on a bundled run, printed
-	@$(BIN)/python -m benchmarks.demo
+	@$(BIN)/lumos-nb demo
 
 test: env lint warm browser ## all checks: linters, types, tests, notebooks
 	$(if $(wildcard ../shared/traces),LUMOS_NB_REQUIRE_SHARED=1) $(BIN)/python -m pytest \
@@ -86,11 +86,11 @@ bench: env ## speed, on the largest run at hand: benchmarks/results.json and its
 	$(BIN)/python -m benchmarks.rows
 
 lookups: env ## samples of lookups in embedding tables alone, in 3 minutes; of a GPU with DEVICE=cuda
-	OMP_NUM_THREADS=1 $(BIN)/python -m lumos_nb.costs.microbenchmark --device $(DEVICE) --out $(SAMPLES) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.machine.record --device $(DEVICE) --out $(SAMPLES) \
 		--only lookups --budget 300
 
 calibrate: env ## samples of this machine, in 9 minutes, and a calibration of it; of its GPU with DEVICE=cuda
-	OMP_NUM_THREADS=1 $(BIN)/python -m lumos_nb.costs.microbenchmark --device $(DEVICE) --out $(SAMPLES) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.machine.record --device $(DEVICE) --out $(SAMPLES) \
 		--calibration $(CALIBRATIONS) --budget 300
 
 calibrations: env ## fit the bundled calibrations again, in two minutes

@@ -18,10 +18,10 @@ from functools import cache
 
 import polars as pl
 
+from benchmarks.machine.fit import in_training, read_samples
 from benchmarks.rows import Row
 from lumos_nb import datasets
 from lumos_nb.config import Gpu, read_sheet
-from lumos_nb.costs.bench_fit import in_training, read_samples
 from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
 from lumos_nb.costs.fitting import calibrate, fit_gpu
 from lumos_nb.costs.samples import kernel_samples

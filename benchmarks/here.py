@@ -17,8 +17,8 @@ import numpy as np
 import polars as pl
 
 import lumos_nb as ln
+from benchmarks.machine import record
 from datasets import gpt
-from lumos_nb.costs import microbenchmark
 from lumos_nb.costs.calibration import Calibration, load_calibration
 from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
 from lumos_nb.costs.host import host_parts
@@ -34,7 +34,7 @@ STEPS = 6
 def record_here() -> int:
     """Record samples and a profile; the status of the first that fails."""
     asked = ("--device", "cpu", "--out", FOLDER, "--calibration", FOLDER, "--budget", 300)
-    if status := microbenchmark.main([str(word) for word in asked]):
+    if status := record.main([str(word) for word in asked]):
         return status
     step = gpt.single(gpt.GptConfig(), "cpu")
     with ln.capture(TRACED, steps=STEPS, device="cpu") as recording:

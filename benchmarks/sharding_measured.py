@@ -1,7 +1,7 @@
 """Plans of embedding tables with lookups that are measured: `python -m benchmarks.sharding_measured`.
 
 Every device's shards are looked up and stepped on one core of this machine, as the samples of lookups are
-(`costs/embedding_bench.py`), device after device, plans in random order in every round. Exchanges are those of
+(`machine/lookups.py`), device after device, plans in random order in every round. Exchanges are those of
 `benchmarks.sharding`, which no machine here can measure for 4 devices with a core each.
 """
 
@@ -14,12 +14,11 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
+from benchmarks.machine.clock import Clock, quiet_process
+from benchmarks.machine.lookups import DRAWN, VARIANTS, Bag, Sample
 from benchmarks.rows import ACCURACY, Row, record
 from benchmarks.sharding import HEURISTICS, TORCHREC, contestants, costs
 from benchmarks.sharding_tasks import BATCH, Task, drawn_tasks
-from lumos_nb.costs.bench_clock import Clock
-from lumos_nb.costs.embedding_bench import DRAWN, VARIANTS, Bag, Sample
-from lumos_nb.costs.microbenchmark import quiet_process
 from lumos_nb.embedding_tables import Floats, zipf_indices
 from lumos_nb.errors import LayoutError
 from lumos_nb.workloads.dlrm.plan import Plan

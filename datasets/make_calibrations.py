@@ -17,9 +17,9 @@ import msgspec
 import polars as pl
 
 from benchmarks.collective_accuracy import LEFT_OUT
+from benchmarks.machine.fit import fit_recorded
 from lumos_nb import datasets
 from lumos_nb.config import find_gpu
-from lumos_nb.costs.bench_fit import fit_recorded
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.costs.collective_tiers import priceable
 from lumos_nb.costs.collectives import fit_collectives

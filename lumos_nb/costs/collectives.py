@@ -333,7 +333,7 @@ def fit_collectives(samples: pl.DataFrame, extra: Iterable[Fabric] = (), *, fold
     if not times.size or not ((times > 0) & (times < np.inf)).all():
         raise CalibrationError(
             "a fit of collectives needs rows with time_us above 0: measure a sweep over sizes of each collective, with "
-            "nccl-tests or lumos_nb.costs.microbenchmark.measure_collectives."
+            "nccl-tests or make calibrate."
         )
     asked = _asked(samples)
     layout = layout_of(asked, [*extra, *fabrics()])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from lumos_nb.costs.bench_clock import Clock, quiet_process
+from benchmarks.machine.clock import Clock, quiet_process
 from lumos_nb.costs.host import Overheads, pooled
 
 LAYERS, WIDTH = 4, 8

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from lumos_nb.costs.bench_clock import over_rounds, source_of
+from benchmarks.machine.clock import over_rounds, source_of
 from lumos_nb.errors import CaptureError, InputError
 from lumos_nb.job import describe_machine
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from benchmarks.machine import lookups, ranks, record
+from benchmarks.machine.clock import Clock, quiet_process
+from benchmarks.machine.fit import in_training, machine_sheet, read_samples
+from benchmarks.machine.ops import OPS, cases
+from benchmarks.machine.ranks import COLLECTIVES, SIZES_BYTES, measure_collectives
+from benchmarks.machine.record import main, measure_kernels
+from benchmarks.machine.shapes import Model, models, sizes
 from lumos_nb.config import Gpu, read_sheet
-from lumos_nb.costs import bench_ranks, embedding_bench, microbenchmark
-from lumos_nb.costs.bench_clock import Clock
-from lumos_nb.costs.bench_fit import in_training, machine_sheet, read_samples
-from lumos_nb.costs.bench_ops import OPS, cases
-from lumos_nb.costs.bench_ranks import COLLECTIVES, SIZES_BYTES
-from lumos_nb.costs.bench_shapes import Model, models, sizes
 from lumos_nb.costs.calibration import load_calibration
-from lumos_nb.costs.microbenchmark import main, measure_collectives, measure_kernels
 from lumos_nb.costs.work import with_work
 from lumos_nb.errors import CalibrationError, CaptureError, InputError
 
@@ -34,8 +34,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("samples")
     with pytest.MonkeyPatch.context() as patch:
         for name, size in (("DRAWN", 2**14), ("TABLE_BYTES", 2**24), ("BUFFER_BYTES", 2**27)):
-            patch.setattr(embedding_bench, name, size)
-        microbenchmark.record("cpu", out, budget_s=2.0, world_sizes=(2,))
+            patch.setattr(lookups, name, size)
+        record.record("cpu", out, budget_s=2.0, world_sizes=(2,))
     return out
 
 
@@ -80,7 +80,7 @@ def test_a_changed_file_is_refused(recorded: Path, tmp_path: Path) -> None:
 def test_the_command_ends_with_a_table(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(microbenchmark, "record", lambda *_: None)
+    monkeypatch.setattr(record, "record", lambda *_: None)
     assert main(["--out", str(recorded), "--calibration", str(tmp_path / "made")]) == 0
     printed = capsys.readouterr().out
     made = load_calibration(tmp_path / "made" / "cpu.json")
@@ -101,7 +101,7 @@ def test_without_a_sheet_there_are_samples_and_no_calibration(
     for file in recorded.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "sheet.json").unlink()
-    monkeypatch.setattr(microbenchmark, "record", lambda *_: None)
+    monkeypatch.setattr(record, "record", lambda *_: None)
     assert main(["--out", str(tmp_path)]) == 1
     assert "no sheet.json; record again, or give a sheet" in capsys.readouterr().err
 
@@ -146,7 +146,7 @@ def test_the_time_in_training_is_that_of_the_state_a_step_leaves(columns: dict[s
 
 def test_a_gradient_is_recorded_in_sizes_of_the_forward_product() -> None:
     model = next(models("cpu", 1e9, 2**20))
-    rows = [microbenchmark.Row(op, case).sizes() for op, case in cases(model, 0, ("fp32",), ("gemm",))]
+    rows = [record.Row(op, case).sizes() for op, case in cases(model, 0, ("fp32",), ("gemm",))]
     found = {(row["role"], tuple(row[size] for size in "mnk")) for row in rows}
     layers = {(m, n, k) for role, (m, n, k) in found if role == "linear"}
     assert {sizes for role, sizes in found if role == "dgrad"} == layers
@@ -164,15 +164,15 @@ def test_two_ranks_measure_every_collective_at_every_size(recorded: Path) -> Non
 
 def test_a_collective_lasts_from_the_last_arrival_to_the_last_end() -> None:
     rounds = [([1000, 9000], [5000, 12000]), ([4000, 8000], [7000, 15000])]  # starts and ends of two ranks, in ns
-    ranks = [[("broadcast", 1024, number, *times) for number in range(3)] for times in rounds]
-    frame = bench_ranks._frame(ranks, 2, "gloo")
+    of_ranks = [[("broadcast", 1024, number, *times) for number in range(3)] for times in rounds]
+    frame = ranks._frame(of_ranks, 2, "gloo")
     assert frame["time_us"].to_list() == [4.5]  # 4 to 7 and 9 to 15 microseconds
     assert frame.select("spread", "drift").row(0) == (0.0, 1.0)
 
 
 def test_a_row_is_the_median_of_its_rounds() -> None:
     op, case = next(iter(cases(SMALL, 0, ("fp32",), ("gelu",))))
-    row = microbenchmark.Row(op, case)
+    row = record.Row(op, case)
     row.times |= {"time_us": [4.0, 2.0, 3.0, 9.0, 3.0], "warm_us": [1.0, 2.0]}
     values = row.values()
     assert [values[c] for c in ("time_us", "warm_us", "fresh_us", "min_us")] == [3.0, 1.5, None, 2.0]
@@ -193,7 +193,7 @@ def test_a_call_of_a_known_length_is_measured_as_such() -> None:
 def test_fresh_memory_costs_its_pages() -> None:
     import torch
 
-    with microbenchmark.quiet_process():
+    with quiet_process():
         clock = Clock("cpu")
         cost = {state: clock.least(lambda: torch.zeros(2**20), state) for state in ("time_us", "fresh_us")}
     assert cost["fresh_us"] > 1.3 * cost["time_us"]

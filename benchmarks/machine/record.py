@@ -1,6 +1,6 @@
 """Samples of the machine at hand: how long torch's ops and collectives take here, over a grid of random models.
 
-    python -m lumos_nb.costs.microbenchmark --device cpu --out FOLDER --budget 300
+    python -m benchmarks.machine.record --device cpu --out FOLDER --budget 300
 
 It ends with a calibration of the machine, fitted on them.
 
@@ -35,8 +35,7 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from lumos_nb.config import Gpu, read_sheet
-from lumos_nb.costs.bench_clock import (
+from benchmarks.machine.clock import (
     CALLS,
     STATES,
     Clock,
@@ -46,17 +45,16 @@ from lumos_nb.costs.bench_clock import (
     quiet_process,
     source_of,
 )
-from lumos_nb.costs.bench_fit import fit_recorded, held_out, machine_sheet, read_samples
-from lumos_nb.costs.bench_host import measure_host
-from lumos_nb.costs.bench_ops import FORWARD, OPS, Op, Tensors, cases, large_copy
-from lumos_nb.costs.bench_ranks import measure_collectives
-from lumos_nb.costs.bench_shapes import Case, models
-from lumos_nb.costs.embedding_bench import measure_lookups
+from benchmarks.machine.fit import fit_recorded, held_out, machine_sheet, read_samples
+from benchmarks.machine.host import measure_host
+from benchmarks.machine.lookups import measure_lookups
+from benchmarks.machine.ops import FORWARD, OPS, Op, Tensors, cases, large_copy
+from benchmarks.machine.ranks import measure_collectives
+from benchmarks.machine.shapes import Case, models
+from lumos_nb.config import Gpu, read_sheet
 from lumos_nb.errors import InputError, LumosError
 from lumos_nb.job import describe_machine
 from lumos_nb.whole_files import whole
-
-__all__ = ["main", "measure_collectives", "measure_kernels", "record"]
 
 ROUNDS = 5
 """So many fit in the budget, as far as the first one can tell; never fewer than three are measured."""
@@ -256,7 +254,7 @@ def record(
     now = {
         "machine": describe_machine(device),
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": f"python -m lumos_nb.costs.microbenchmark {command} --out FOLDER",
+        "command": f"python -m benchmarks.machine.record {command} --out FOLDER",
         "budget_s": budget_s,
         "seed": seed,
         "threads": 1,
@@ -331,7 +329,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Record samples, fit them and print what there is; 1 and a line on stderr if it cannot be done."""
-    parser = argparse.ArgumentParser(prog="lumos_nb.costs.microbenchmark", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="benchmarks.machine.record", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="folder for the tables and their provenance")
     parser.add_argument("--calibration", type=Path, help="folder for the calibration; by default that of the tables")

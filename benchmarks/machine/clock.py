@@ -1,4 +1,4 @@
-"""Timing of a call on one device, in the states that `microbenchmark` describes."""
+"""Timing of a call on one device, in the states that `record` describes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from lumos_nb.costs.bench_ops import Call
+from benchmarks.machine.ops import Call
 from lumos_nb.errors import CaptureError, InputError
 
 CALLS = 3

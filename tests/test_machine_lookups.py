@@ -11,10 +11,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from lumos_nb.charts import sweeps
-from lumos_nb.config import find_gpu
-from lumos_nb.costs import embedding_bench
-from lumos_nb.costs.embedding_bench import (
+from benchmarks.machine import lookups
+from benchmarks.machine.lookups import (
     MOST_BYTES,
     MOST_TABLES,
     VARIANTS,
@@ -27,9 +25,11 @@ from lumos_nb.costs.embedding_bench import (
     public_reuse,
     torch_calls,
 )
+from benchmarks.machine.record import main, record
+from lumos_nb.charts import sweeps
+from lumos_nb.config import find_gpu
 from lumos_nb.costs.embedding_samples import checked_samples, predicted_times
 from lumos_nb.costs.embeddings import PhysicalLookup
-from lumos_nb.costs.microbenchmark import main, record
 from lumos_nb.embedding_tables import MEAN_LOOKUPS, reuse_factor
 from lumos_nb.errors import CalibrationError, CaptureError, InputError, LayoutError
 
@@ -39,9 +39,9 @@ COMMITTED = Path(__file__).parents[1] / "datasets" / "calibration-samples" / "cp
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer indices and a smaller buffer: a test has seconds."""
-    monkeypatch.setattr(embedding_bench, "DRAWN", 2**14)
-    monkeypatch.setattr(embedding_bench, "TABLE_BYTES", 2**24)
-    monkeypatch.setattr(embedding_bench, "BUFFER_BYTES", 2**27)
+    monkeypatch.setattr(lookups, "DRAWN", 2**14)
+    monkeypatch.setattr(lookups, "TABLE_BYTES", 2**24)
+    monkeypatch.setattr(lookups, "BUFFER_BYTES", 2**27)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few samples."""
     out = tmp_path_factory.mktemp("lookups")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedding_bench, "DRAWN", 2**14)
-        patch.setattr(embedding_bench, "TABLE_BYTES", 2**24)
-        patch.setattr(embedding_bench, "BUFFER_BYTES", 2**27)
+        patch.setattr(lookups, "DRAWN", 2**14)
+        patch.setattr(lookups, "TABLE_BYTES", 2**24)
+        patch.setattr(lookups, "BUFFER_BYTES", 2**27)
         for name in ("kernels.parquet", "provenance.json"):  # what stands there already
             (out / name).write_bytes((COMMITTED / name).read_bytes())
         about = json.loads((out / "provenance.json").read_text()) | {"collectives": "not measured"}
@@ -100,7 +100,7 @@ def test_tables_have_the_indices_of_their_distribution(number: int) -> None:
 
 def test_calls_look_up_and_step_as_a_bag_does(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(embedding_bench, "LEARNING_RATE", 0.5)
+    monkeypatch.setattr(lookups, "LEARNING_RATE", 0.5)
     bags = [Bag("a", 6, 4, 2.0, True, "", np.zeros(1, np.int32)), Bag("b", 3, 2, 1.0, True, "", np.zeros(1, np.int32))]
     batches = [[(np.array([0, 1, 1, 5]), np.array([0, 2])), (np.array([2, 2]), np.array([0, 1]))]] * 2
     buffer = torch.arange(30.0)
@@ -121,7 +121,7 @@ def test_calls_look_up_and_step_as_a_bag_does(monkeypatch: pytest.MonkeyPatch) -
 def test_fbgemm_looks_up_and_steps_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("fbgemm_gpu", reason="no FBGEMM: pip install --no-deps fbgemm-gpu-cpu==1.8.0 for torch 2.13")
-    monkeypatch.setattr(embedding_bench, "LEARNING_RATE", 0.5)
+    monkeypatch.setattr(lookups, "LEARNING_RATE", 0.5)
     bags = [Bag("a", 6, 4, 2.0, True, "", np.zeros(1, np.int32)), Bag("b", 3, 8, 1.0, True, "", np.zeros(1, np.int32))]
     batches = [[(np.array([0, 1, 1, 5]), np.array([0, 2])), (np.array([2, 2]), np.array([0, 1]))]] * 2
     forward, backward = fbgemm_calls(bags, batches, torch.zeros(1))
@@ -197,6 +197,5 @@ def test_a_device_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.C
 
 def test_the_buffer_holds_what_a_sample_looks_up() -> None:
     assert all(
-        sum(4 * b.rows * b.dim for b in s.bags) <= embedding_bench.BUFFER_BYTES
-        for s in islice(drawn_samples("cpu"), 20)
+        sum(4 * b.rows * b.dim for b in s.bags) <= lookups.BUFFER_BYTES for s in islice(drawn_samples("cpu"), 20)
     )

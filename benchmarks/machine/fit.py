@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import polars as pl
 
+from benchmarks.machine.clock import l2_bytes
 from lumos_nb.config import Gpu, find_gpu, read_sheet
-from lumos_nb.costs.bench_clock import l2_bytes
 from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
 from lumos_nb.costs.collectives import fit_collectives
 from lumos_nb.costs.fitting import fit_gpu
@@ -103,7 +103,7 @@ def in_training(kernels: pl.DataFrame) -> pl.DataFrame:
     has freed; where it does not, as in `benchmarks.dlrm_steps`, the output still is in no cache, and a product takes
     about as long. `warm_us` for the rest: an op's operands are what the ops before it made, the optimizer goes through
     one parameter's tensors op by op and its temporaries are handed on, and what the host takes to come back to an op is
-    apart (`bench_host`). A GPU's samples, and those without these states, stay.
+    apart (`host`). A GPU's samples, and those without these states, stay.
 
     Examples
     --------

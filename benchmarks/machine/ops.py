@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lumos_nb.costs.bench_shapes import Case, Model, Sizes, sizes
+from benchmarks.machine.shapes import Case, Model, Sizes, sizes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from lumos_nb.costs import bench_host
-from lumos_nb.costs.bench_host import LAYERS, ROWS, measure_host
+from benchmarks.machine import host
+from benchmarks.machine.host import LAYERS, ROWS, measure_host
 
 
 def test_what_a_module_does_beside_its_kernel_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(bench_host, "WRITTEN_BYTES", 2**20)
+    monkeypatch.setattr(host, "WRITTEN_BYTES", 2**20)
     plain = measure_host(steps=20)
     (row,) = plain.rows
     assert (row.overhead, row.name, row.pooled_from, row.count) == ("T1", None, "all", 20)

@@ -5,7 +5,7 @@ that it has not seen. Indices are uniform, Zipf's, or of the reuse that public t
 of several batches, as training does. On a CPU and on a GPU without FBGEMM a set is a sequence of
 `torch.nn.functional.embedding_bag` (sum, weights per index, sparse gradients) and one `torch.optim.SGD` step, so that
 its overheads add up too; with FBGEMM on a GPU it is one table-batched call with a fused step. The clock, its states and
-the rounds are those of `microbenchmark`: here the L2 cache was flushed before each call.
+the rounds are those of `record`: here the L2 cache was flushed before each call.
 
 All weights are views of one large buffer. So the tables need not fit in memory together, and what one sample leaves in
 the last cache is as likely to be of use to the next as what a model's other tables leave.
@@ -27,8 +27,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from benchmarks.machine.clock import CALLS, Clock, check_device, over_rounds, quiet_process, source_of
 from lumos_nb import datasets
-from lumos_nb.costs.bench_clock import CALLS, Clock, check_device, over_rounds, quiet_process, source_of
 from lumos_nb.embedding_tables import (
     BINS,
     MEAN_LOOKUPS,
