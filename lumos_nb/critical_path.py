@@ -23,15 +23,15 @@ from lumos_nb._replay_kernels import (
     scaled_ends,
 )
 from lumos_nb._replay_plan import Plan, SweepPlan
-from lumos_nb.display import format_ns, html_table, text_table
+from lumos_nb.display import format_ns
 from lumos_nb.errors import ScenarioError
 from lumos_nb.executors import spread
 from lumos_nb.graph import Graph
-from lumos_nb.traces.export import Tables
+from lumos_nb.traces.export import OnAClock
 
 
-@dataclass(frozen=True, slots=True)
-class Result(Tables):
+@dataclass(frozen=True, slots=True, repr=False)
+class Result(OnAClock):
     """A replayed graph. Times are int64 ns.
 
     Attributes
@@ -73,11 +73,8 @@ class Result(Tables):
     composition: pl.DataFrame
     composition_from_origin: pl.DataFrame
 
-    def __repr__(self) -> str:
-        return text_table(self.composition, caption=self._caption())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.composition, caption=self._caption())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._caption(), self.composition)]
 
     def _caption(self) -> str:
         return f"Step of {format_ns(self.step_ns)}: its critical path, {len(self.path):,} of {len(self.ops):,} ops"

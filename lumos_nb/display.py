@@ -6,11 +6,11 @@ import html
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    import msgspec
     import polars as pl
 
 _TIME = ((1, "ns"), (1e3, "µs"), (1e6, "ms"), (1e9, "s"))
@@ -65,12 +65,29 @@ def html_table(frame: pl.DataFrame, *, caption: str = "", max_rows: int = 20) ->
     return f"<table>{title}<thead>{line(heads, 'th')}</thead><tbody>{body}</tbody>{foot}</table>"
 
 
-def html_fields(one: msgspec.Struct, caption: str) -> str:
-    """Draw the fields of a struct as an HTML table, entries of a dictionary as rows; what is empty is left out."""
+class Shown:
+    """What shows itself as tables, in a terminal as text and in a notebook as HTML in which a name is never more."""
+
+    __slots__ = ()
+    _most_rows: ClassVar[int] = 20
+
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        """The tables, each with its caption."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return "\n\n".join(text_table(one, caption=text, max_rows=self._most_rows) for text, one in self._shown())
+
+    def _repr_html_(self) -> str:
+        return "".join(html_table(one, caption=text, max_rows=self._most_rows) for text, one in self._shown())
+
+
+def html_fields(one: Any, caption: str) -> str:
+    """Draw the fields of a struct or dataclass as an HTML table, of a dictionary entry by entry; without empty ones."""
     import polars as pl
 
     rows = []
-    for name in one.__struct_fields__:
+    for name in getattr(one, "__struct_fields__", None) or [field.name for field in fields(one)]:
         value = getattr(one, name)
         entries = {f"{name}: {key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
         rows += [(key, _plain(each)) for key, each in entries.items() if each not in (None, (), "")]

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import polars as pl
 
-from lumos_nb.display import html_table, text_table
+from lumos_nb.display import Shown
 from lumos_nb.errors import CaptureError
 from lumos_nb.labels import FUNCTIONAL_OPS, bytes_in, resolve_group, tensors_in
 
@@ -76,8 +76,8 @@ COLLECTIVE_COLUMNS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class DryRun:
+@dataclass(frozen=True, slots=True, repr=False)
+class DryRun(Shown):
     """What one rank of a job would do.
 
     Attributes
@@ -102,11 +102,8 @@ class DryRun:
     def _title(self) -> str:
         return f"Rank {self.rank} of {self.world_size}: {len(self.ops):,} ops, {len(self.collectives):,} collectives"
 
-    def __repr__(self) -> str:
-        return text_table(self.totals(), caption=self._title())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.totals(), caption=self._title())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._title(), self.totals())]
 
     def totals(self) -> pl.DataFrame:
         """Calls and bytes by phase, collective and group, in order of first appearance."""

@@ -9,17 +9,17 @@ import polars as pl
 
 from lumos_nb import lanes, measure, repairs, rules
 from lumos_nb.clocks import align_clocks
-from lumos_nb.display import html_table, text_table
+from lumos_nb.display import Shown
 from lumos_nb.errors import GraphError
 from lumos_nb.ops import ops_and_report, step_marks
 from lumos_nb.schema import DEVICE_KINDS, EDGES, EVENTS, OPS, require
-from lumos_nb.traces.export import Tables
+from lumos_nb.traces.export import OnAClock
 from lumos_nb.traces.run import Run
 from lumos_nb.waits import find_waits, identify, sync_records
 
 
-@dataclass(frozen=True, slots=True)
-class Graph(Tables):
+@dataclass(frozen=True, slots=True, repr=False)
+class Graph(OnAClock):
     """A workload: a table of ops and a table of edges.
 
     Attributes
@@ -57,11 +57,8 @@ class Graph(Tables):
         copies = f", {len(self.filled)} ranks filled (see .filled)" if self.filled else ""
         return f"Graph of {steps}: {len(self.ops):,} ops, {len(self.edges):,} edges{copies} (see .ops, .edges, .report)"
 
-    def __repr__(self) -> str:
-        return text_table(_kinds(self.ops), caption=self._title())
-
-    def _repr_html_(self) -> str:
-        return html_table(_kinds(self.ops), caption=self._title())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._title(), _kinds(self.ops))]
 
 
 def _kinds(ops: pl.DataFrame) -> pl.DataFrame:
@@ -74,8 +71,8 @@ GROUPS = {"group": pl.String(), "description": pl.String(), "ranks": pl.List(pl.
 """Columns of `Recording.groups`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
+@dataclass(frozen=True, slots=True, repr=False)
+class Recording(Shown):
     """A run's ops on one clock, before any step is cut out: what graphs of several steps have in common.
 
     Attributes
@@ -111,11 +108,8 @@ class Recording:
         steps = f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}"
         return f"Recording of {steps}, on {ranks}: {len(self.ops):,} ops (see .step_times(), .report)"
 
-    def __repr__(self) -> str:
-        return text_table(_kinds(self.ops), caption=self._title())
-
-    def _repr_html_(self) -> str:
-        return html_table(_kinds(self.ops), caption=self._title())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._title(), _kinds(self.ops))]
 
     @classmethod
     def of(cls, run: Run) -> Recording:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import msgspec
 import numpy as np
@@ -27,8 +27,8 @@ from lumos_nb.costs.intervals import Band
 from lumos_nb.costs.kernels import KernelModel, difficulty, prior_cell, prior_model
 from lumos_nb.costs.tables import Table, as_frame, words
 from lumos_nb.costs.work import joined, text_of, work_of
-from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import CalibrationError, InputError, LumosError
+from lumos_nb.traces.export import Tables
 from lumos_nb.whole_files import whole
 
 VERSION = 1
@@ -63,7 +63,7 @@ class Covered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     region: dict[str, tuple[float, float]] = {}
 
 
-class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Calibration(Tables, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs of one GPU and of collectives over any fabric with a sheet. `load_calibration` reads one.
 
     Attributes
@@ -83,6 +83,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     collectives, overheads
         Costs of collectives and of the host, where they were measured.
     """
+
+    _most_rows: ClassVar[int] = 60
 
     version: int
     name: str
@@ -246,11 +248,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             part.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
         return file
 
-    def __repr__(self) -> str:
-        return text_table(self.coverage(), caption=self._caption(), max_rows=60)
+    def _tables(self) -> dict[str, pl.DataFrame]:
+        return {"coverage": self.coverage(), "sources": pl.DataFrame(msgspec.to_builtins(self.sources))}
 
-    def _repr_html_(self) -> str:
-        return html_table(self.coverage(), caption=self._caption(), max_rows=60)
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._caption(), self.coverage())]
 
     def _caption(self) -> str:
         measured = sum(c.basis == "measured" for c in self.covered)

@@ -30,6 +30,7 @@ from lumos_nb.costs.embedding_samples import (
 )
 from lumos_nb.costs.embeddings import PhysicalLookup, described
 from lumos_nb.costs.networks import evaluated, layer_shapes, trained
+from lumos_nb.display import Shown
 from lumos_nb.embedding_tables import Floats
 from lumos_nb.errors import CalibrationError, InputError
 from lumos_nb.whole_files import whole
@@ -62,7 +63,7 @@ def features_of(tables: pl.DataFrame, batch: int, kind: Features) -> Floats:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LookupNet:
+class LookupNet(Shown):
     """A trained network, on its own or (`base` is not None) on the logarithm of what a physical model misses.
 
     Attributes
@@ -199,10 +200,12 @@ class LookupNet:
                 f"{path}: no network of lookups that can be read ({error}); fit it again."
             ) from error
 
-    def __repr__(self) -> str:
-        what = "network" if self.base is None else "network on the physical model"
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        what = "network" if self.base is None else f"network on the physical model of {self.base.name}"
         fitted = described(self.calls, self.errors, "tables that it stopped by")
-        return f"<LookupNet, {what}, features of {self.features}: {fitted}>"
+        typical = {"call_ns": 1e3 * np.exp(self.shift)} if self.base is None else {"correction": np.exp(self.shift)}
+        table = pl.DataFrame({"pass": PASSES, "median_error_share": self.errors, **typical})
+        return [(f"Lookups by a {what}, features of {self.features}: {fitted}", table)]
 
 
 _ARRAYS = ("features", "mean", "std", "shift", "scale", "calls", "errors")

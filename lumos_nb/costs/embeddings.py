@@ -22,7 +22,7 @@ from scipy.optimize import least_squares, nnls
 from lumos_nb.config import Gpu
 from lumos_nb.costs.embedding_reuse import in_units, misses, new_rows, reuse
 from lumos_nb.costs.embedding_samples import call_sums, call_times, checked_samples, median_errors, unseen_times
-from lumos_nb.display import html_table, text_table
+from lumos_nb.display import Shown
 from lumos_nb.embedding_tables import Floats, complete_tables
 from lumos_nb.errors import CalibrationError, InputError, LayoutError
 from lumos_nb.number_formats import ELEMENT_BYTES
@@ -97,7 +97,7 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     size_bytes: float
 
 
-class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PhysicalLookup(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Lookups priced by the traffic that they cause: every kind of it costs its own time, and times add up.
 
     One kind is of a call as a whole: a backward pass makes the gradients of all its tables before the optimizer reads
@@ -230,11 +230,8 @@ class PhysicalLookup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         forward, backward = (_costs(traffic, time) for time in times.T)
         return msgspec.structs.replace(self, forward_us=forward, backward_us=backward, calls=len(times))
 
-    def __repr__(self) -> str:
-        return text_table(self.costs(), caption=self._caption())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.costs(), caption=self._caption())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._caption(), self.costs())]
 
     def costs(self) -> pl.DataFrame:
         """What each kind of traffic costs: `cost`, `forward_ns`, `backward_ns`."""

@@ -20,7 +20,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.calls import CALL_PATTERNS, COMM_OPERATORS, COMM_TYPES, ENGINE_OPERATORS, classify
-from lumos_nb.display import html_table, text_table
+from lumos_nb.display import Shown
 from lumos_nb.errors import CalibrationError, GraphError, InputError
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.schema import DEVICE_KINDS, OPS, TableSchema
@@ -133,7 +133,7 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     p90_us: float
 
 
-class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Overheads(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Measured costs of the host: `overheads(run)` makes one. Encodes to JSON as it is.
 
     Attributes
@@ -163,11 +163,8 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         whole = self.table.filter(pl.col("pooled_from") == "all")
         return whole.drop("name", "pooled_from")
 
-    def __repr__(self) -> str:
-        return text_table(self._summary(), caption=self._caption())
-
-    def _repr_html_(self) -> str:
-        return html_table(self._summary(), caption=self._caption())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._caption(), self._summary())]
 
     def _caption(self) -> str:
         lost = f"; {self.left_out} step(s) left out, which contradict themselves" if self.left_out else ""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import InputError, TraceError
 from lumos_nb.traces import execution_tables as tables
 from lumos_nb.traces.execution_nodes import (
@@ -31,7 +30,7 @@ _METADATA = ("schema", "pid", "time", "start_ts", "finish_ts")
 _HEAD_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ExecutionTrace(Tables):
     """What one rank executed: ops with their arguments, tensors with their storage, process groups.
 
@@ -88,11 +87,8 @@ class ExecutionTrace(Tables):
         threads = pl.col("thread").n_unique().alias("threads")
         return self.nodes.group_by("kind").agg(nodes=pl.len(), names=pl.col("name").n_unique(), threads=threads)
 
-    def __repr__(self) -> str:
-        return text_table(self._overview().sort("nodes", "kind", descending=[True, False]), caption=self._title())
-
-    def _repr_html_(self) -> str:
-        return html_table(self._overview().sort("nodes", "kind", descending=[True, False]), caption=self._title())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._title(), self._overview().sort("nodes", "kind", descending=[True, False]))]
 
 
 def load_execution_trace(path: str | Path, *, rank: int | None = None) -> ExecutionTrace:

@@ -1,4 +1,4 @@
-"""Runs, graphs and results for other programs: pandas, Parquet, Perfetto."""
+"""Objects that hold tables for other programs: pandas, Parquet, Perfetto."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from lumos_nb.display import Shown
 from lumos_nb.errors import TraceError
 from lumos_nb.traces.perfetto import HasEvents, write_perfetto
 from lumos_nb.whole_files import whole
@@ -22,7 +23,7 @@ def write_table(table: pl.DataFrame, path: Path) -> None:
         table.write_parquet(file)
 
 
-class Tables:
+class Tables(Shown):
     """What is made of tables that can be handed on; the first is the main one."""
 
     __slots__ = ()
@@ -32,8 +33,10 @@ class Tables:
         return {name: table for name, table in named.items() if isinstance(table, pl.DataFrame)}
 
     def to_pandas(self) -> pd.DataFrame:
-        """The main table (events of a run, ops of a graph or a result) for pandas, with Arrow's types.
+        """The main table for pandas, with Arrow's types.
 
+        That is the events of a run, the ops of a graph, a result or an estimate, the layouts of a search, the shards of
+        a plan, the coverage of a calibration.
         So nulls stay nulls, and ids and times keep all their digits. Needs `pip install lumos-nb[pandas]`.
 
         Examples
@@ -62,6 +65,12 @@ class Tables:
         for name, table in self._tables().items():
             write_table(table, folder / f"{name}.parquet")
         return folder
+
+
+class OnAClock(Tables):
+    """What can be drawn as a timeline besides."""
+
+    __slots__ = ()
 
     def to_perfetto(self, path: str | Path, *, run: HasEvents | None = None) -> Path:
         """Write a file for ui.perfetto.dev or chrome://tracing: see `write_perfetto`.

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from lumos_nb.display import html_table, text_table
 from lumos_nb.errors import RunError
 from lumos_nb.executors import spread
 from lumos_nb.schema import EVENTS
-from lumos_nb.traces.export import Tables
+from lumos_nb.traces.export import OnAClock
 from lumos_nb.traces.files import files_of, loaded, printable, read_file
 from lumos_nb.traces.kineto import rank_of, world_size_of
 from lumos_nb.traces.trace import Trace
@@ -47,8 +46,8 @@ RANKS = {
 REPORT = {"rank": pl.Int32(), "path": pl.String(), "what": pl.String(), "count": pl.Int64(), "reason": pl.String()}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run(Tables):
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Run(OnAClock):
     """The events of all ranks of a run, and what was read to get them.
 
     Attributes
@@ -90,11 +89,8 @@ class Run(Tables):
             "bytes",
         )
 
-    def __repr__(self) -> str:
-        return text_table(self._overview(), caption=self._title())
-
-    def _repr_html_(self) -> str:
-        return html_table(self._overview(), caption=self._title())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._title(), self._overview())]
 
 
 def load_run(

@@ -6,13 +6,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 
 import polars as pl
 
 from lumos_nb.critical_path import Result
-from lumos_nb.display import format_ns, html_table, text_table
+from lumos_nb.display import format_ns
 from lumos_nb.graph import Graph
 from lumos_nb.partition import breakdown
+from lumos_nb.traces.export import Tables
 from lumos_nb.workloads.contention import Timed
 from lumos_nb.workloads.steps import Step
 from lumos_nb.workloads.surcharges import Surcharges
@@ -23,7 +25,7 @@ UNMEASURED = 0.1
 """Share of a step from which on it is worth a warning."""
 
 
-class Predicted(ABC):
+class Predicted(Tables, ABC):
     """A predicted step; `Estimate` and `DlrmEstimate` say of what. Times are seconds unless a name says otherwise."""
 
     surcharges: Surcharges
@@ -104,11 +106,20 @@ class Predicted(ABC):
         if isinstance(host, float) and host > UNMEASURED:
             yield f"the host is late for {host:.0%} of the step: launch_us and kernels of its training decide"
 
-    def __repr__(self) -> str:
-        return text_table(self._summary(), caption=self._caption())
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Write the replayed step for ui.perfetto.dev or chrome://tracing: see `write_perfetto`.
 
-    def _repr_html_(self) -> str:
-        return html_table(self._summary(), caption=self._caption())
+        Examples
+        --------
+        >>> found.to_perfetto("step.json.gz")
+        """
+        return self.result.to_perfetto(path)
+
+    def _tables(self) -> dict[str, pl.DataFrame]:
+        return {"ops": self.result.ops, "edges": self.graph.edges, "breakdown": self.breakdown, "basis": self.basis}
+
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._caption(), self._summary())]
 
     @abstractmethod
     def _caption(self) -> str: ...

@@ -12,7 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
-from lumos_nb.display import format_share, html_table, text_table
+from lumos_nb.display import Shown, format_share
 from lumos_nb.errors import InputError
 from lumos_nb.exchange.benchmark.steps import KEY, step_rows, typical
 from lumos_nb.graph import Graph
@@ -26,8 +26,8 @@ _NUMBERED = r" \w+=.*$"
 """What a graph's op says of its own place behind its name."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Selection:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Selection(Shown):
     """Representatives, each with a weight.
 
     Attributes
@@ -77,18 +77,15 @@ class Selection:
             f"the weighted sum is off by {format_share(self.error)}, each from its own by {format_share(self.spread)}"
         )
 
-    def _shown(self) -> pl.DataFrame:
+    def _summary(self) -> pl.DataFrame:
         few, others = pl.col("stands_for").list.head(4).list.join(", "), pl.col("weight") - 4
         more = pl.when(others > 0).then(pl.format(", {} more", others)).otherwise(pl.lit(""))
         unit, farthest = "time_ns" if self.measure == "ns" else "bytes", pl.col("farthest").alias("farthest_share")
         amount = pl.col("amount").alias(unit)
         return self.chosen.select("name", "weight", "share", amount, farthest, stands_for=few + more)
 
-    def __repr__(self) -> str:
-        return text_table(self._shown(), caption=self._title())
-
-    def _repr_html_(self) -> str:
-        return html_table(self._shown(), caption=self._title())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._title(), self._summary())]
 
 
 def select(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.costs.names import kernel_families
 from lumos_nb.costs.operators import OPERATORS, operator_key
-from lumos_nb.display import format_bytes, format_ns, format_share, html_table, text_table
+from lumos_nb.display import Shown, format_bytes, format_ns, format_share
 from lumos_nb.errors import InputError, RunError
 from lumos_nb.exchange.benchmark.steps import AMOUNTS, KEY, device_use, marked_steps, step_rows, typical
 from lumos_nb.traces.run import Run, load_run
@@ -37,8 +37,8 @@ _TOLD = (
 _FORMATS = {"ns": format_ns, "bytes": format_bytes, "share": format_share, "W": "{:.0f} W".format, "": "{:,.0f}".format}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Similarity:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Similarity(Shown):
     """A benchmark beside its original.
 
     Attributes
@@ -97,21 +97,15 @@ class Similarity:
         sums = sums.with_columns(ratio=_ratio("replayed_time_ns", "time_ns"))
         return sums.sort("time_ns", "class", descending=[True, False])
 
-    def _shown(self) -> list[pl.DataFrame]:
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
         told = [
             [None if one is None else _FORMATS[row["unit"]](one) for one in (row["original"], row["replayed"])]
             for row in self.figures.iter_rows(named=True)
         ]
         sides = pl.DataFrame(told, schema=["original", "replayed"], orient="row")
         shown = self.figures.select("figure", *sides, pl.col("ratio", "low", "high").round(3))
-        return [shown, self.classes, *([self.communication] if len(self.communication) else [])]
-
-    def __repr__(self) -> str:
-        return "\n\n".join([self.verdict, *map(text_table, self._shown())])
-
-    def _repr_html_(self) -> str:
-        first, *others = self._shown()
-        return html_table(first, caption=self.verdict) + "".join(map(html_table, others))
+        others = [self.classes, *([self.communication] if len(self.communication) else [])]
+        return [(self.verdict, shown), *(("", table) for table in others)]
 
 
 def compare(original: Run | str | Path, replayed: Run | str | Path) -> Similarity:

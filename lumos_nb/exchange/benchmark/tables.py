@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.costs.calibration import Calibration
-from lumos_nb.display import format_bytes, format_share, html_table, text_table
+from lumos_nb.display import Shown, format_bytes, format_share
 from lumos_nb.embedding_tables import BINS, complete_tables, reused_indices, zipf_indices
 from lumos_nb.errors import InputError, require_kinds
 from lumos_nb.exchange.benchmark.calls import FREE, Node, Tensor, choose, read_nodes, tensors_of
@@ -41,8 +41,8 @@ CALLS = {
 CAPTURE = "capture.json"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Workload:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Workload(Shown):
     """What a benchmark runs.
 
     Attributes
@@ -89,11 +89,8 @@ class Workload:
         stand_ins = self.calls.filter(pl.col("reason") != "")
         return stand_ins.group_by("op", "reason").agg(calls=pl.len(), operators=pl.col("operators").sum()).sort("op")
 
-    def __repr__(self) -> str:
-        return text_table(self._overview(), caption=f"{self._title()}; stand-ins:")
-
-    def _repr_html_(self) -> str:
-        return html_table(self._overview(), caption=f"{self._title()}; stand-ins:")
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(f"{self._title()}; stand-ins:", self._overview())]
 
 
 def workload(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.call_stacks import innermost, innermost_at, nearest_encloser
 from lumos_nb.calls import CALL_CATEGORIES, DEVICE_CATEGORIES
-from lumos_nb.display import format_share, html_table, text_table
+from lumos_nb.display import format_share
 from lumos_nb.errors import ChakraError, InputError
 from lumos_nb.exchange.chakra.alignment import align, windows
 from lumos_nb.traces.execution_trace import ExecutionTrace, load_execution_trace
@@ -39,7 +39,7 @@ _PAIRED_BY = (1, 4, 16)
 """Names in a row, by which threads of the two files are told to be the same."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Linked(Tables):
     """An execution trace with the times of a profile.
 
@@ -82,11 +82,8 @@ class Linked(Tables):
         iterations = self.nodes["iteration"].max()
         return f"Linked trace of rank {self.rank}, {int(str(iterations)) + 1} iteration(s): {shares}"
 
-    def __repr__(self) -> str:
-        return text_table(self.report, caption=self._title())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.report, caption=self._title())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._title(), self.report)]
 
 
 def link(execution_trace: ExecutionTrace | str | Path, run: Run | str | Path, *, rank: int | None = None) -> Linked:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import polars as pl
 
-from lumos_nb.display import format_bytes, format_share, html_table, text_table
+from lumos_nb.display import Shown, format_bytes, format_share, html_fields
 from lumos_nb.errors import InputError, require_whole
 from lumos_nb.exchange.chakra.conversion import VERSION, Estimated, RankFiles
 from lumos_nb.exchange.chakra.files import rank_files, read_file, read_groups, write_ranks
@@ -97,9 +97,12 @@ class Policy:
         if self.seed is not None:
             require_whole(0, seed=self.seed)
 
+    def _repr_html_(self) -> str:
+        return html_fields(self, "What is given away")
 
-@dataclass(frozen=True, slots=True)
-class Obfuscated:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Obfuscated(Shown):
     """A job that may leave the house.
 
     Attributes
@@ -128,11 +131,8 @@ class Obfuscated:
         """
         return write_ranks(self.ranks.items(), folder, prefix, self.groups)
 
-    def __repr__(self) -> str:
-        return text_table(self.report, caption=f"What the obfuscated files of {len(self.ranks)} rank(s) still say")
-
-    def _repr_html_(self) -> str:
-        return html_table(self.report, caption=f"What the obfuscated files of {len(self.ranks)} rank(s) still say")
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(f"What the obfuscated files of {len(self.ranks)} rank(s) still say", self.report)]
 
 
 def obfuscate(source: str | Path | Nodes | Graph | Estimated, policy: Policy | None = None) -> Obfuscated:

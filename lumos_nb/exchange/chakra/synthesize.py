@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 import polars as pl
 
+from lumos_nb.display import Shown
 from lumos_nb.errors import GraphError, InputError, require_whole
 from lumos_nb.exchange.chakra.ngrams import NGrams
 from lumos_nb.exchange.chakra.sequence_net import SequenceNet
@@ -32,7 +33,7 @@ By = Literal["both", "counts", "net", "markov"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class TraceModel:
+class TraceModel(Shown):
     """A generative model of training steps, in two levels; `fit` learns it and `sample` draws from it.
 
     First the skeleton: which collectives and messages there are, among whom and how large, in which order (n-grams).
@@ -63,9 +64,14 @@ class TraceModel:
     plain: Mapping[int, NGrams]
     places: Places
 
-    def __repr__(self) -> str:
-        by = f"net of {self.net.parameters:,} parameters" if self.net else "n-grams"
-        return f"TraceModel of {', '.join(map(repr, self.layouts))}: {len(self.words)} words, {by}"
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        by = f"n-grams and a net of {self.net.parameters:,} parameters" if self.net else "n-grams"
+        runs = [
+            (run, len(of.roles), len(set(of.roles)), of.steps, len(of.meetings), of.longest)
+            for run, of in self.layouts.items()
+        ]
+        columns = ("run", "ranks", "roles", "steps", "collectives", "longest_rank")
+        return [(f"Model of traces: {len(self.words):,} words, {by}", pl.DataFrame(runs, schema=columns, orient="row"))]
 
     @classmethod
     def fit(

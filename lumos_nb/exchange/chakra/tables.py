@@ -15,7 +15,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.display import html_table, text_table
+from lumos_nb.display import Shown
 from lumos_nb.errors import ChakraError
 from lumos_nb.exchange.chakra import _wire_kernels as wire
 from lumos_nb.exchange.chakra._encode_kernels import encode
@@ -91,8 +91,8 @@ _ROWS = 1 << 12
 """Nodes written at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Nodes:
+@dataclass(frozen=True, slots=True, repr=False)
+class Nodes(Shown):
     """The nodes of one file: `table` (`NODES`, rows in the order of the file) and its first message.
 
     Attributes
@@ -139,11 +139,8 @@ class Nodes:
         of_type = self.table.group_by("type").agg(nodes=pl.len(), dur_ns=1000 * pl.col("dur_us").sum())
         return of_type.sort("nodes", "type", descending=[True, False])
 
-    def __repr__(self) -> str:
-        return text_table(self._summary(), caption=f"Chakra file of {len(self.table):,} nodes (see .table, .about)")
-
-    def _repr_html_(self) -> str:
-        return html_table(self._summary(), caption=f"Chakra file of {len(self.table):,} nodes (see .table, .about)")
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(f"Chakra file of {len(self.table):,} nodes (see .table, .about)", self._summary())]
 
 
 def completed(table: pl.DataFrame) -> pl.DataFrame:

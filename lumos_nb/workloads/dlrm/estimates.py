@@ -70,6 +70,9 @@ class DlrmEstimate(Predicted):
         ops = self.graph.ops.filter(pl.col("lane").str.starts_with("gpu"))
         return float(ops.group_by("rank", "lane").agg(pl.col("dur_ns").sum())["dur_ns"].max()) / 1e9  # type: ignore[arg-type]
 
+    def _tables(self) -> dict[str, pl.DataFrame]:
+        return {**super()._tables(), "parts": self.parts}
+
     def _caption(self) -> str:
         on = f"{self.plan.devices.height} x {self.cluster.gpu_sheet.name}"
         return f"A step of a DLRM on {on}: {format_ns(self.step_ns)}"

@@ -18,11 +18,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.display import format_bytes, format_ns, format_share, html_table, text_table
+from lumos_nb.display import format_bytes, format_ns, format_share
 from lumos_nb.embedding_tables import complete_tables
 from lumos_nb.errors import InputError, LayoutError, require_kinds, require_whole
 from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.schema import TableSchema
+from lumos_nb.traces.export import Tables
 
 KINDS = ("table_wise", "column_wise", "row_wise", "grid_shard", "data_parallel")
 
@@ -104,8 +105,8 @@ def row_blocks(rows: int, devices: int) -> list[int]:
     return [max(0, min(block, rows - block * device)) for device in range(devices)]
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Tables):
     """Embedding tables on devices. `Plan.of` checks what makes one; `ln.shard` finds one.
 
     Attributes
@@ -276,11 +277,8 @@ class Plan:
             }
         return msgspec.json.format(msgspec.json.encode({"plan": {module: parameters}})).decode()
 
-    def __repr__(self) -> str:
-        return "\n\n".join(text_table(frame, caption=caption) for caption, frame in self._shown())
-
-    def _repr_html_(self) -> str:
-        return "".join(html_table(frame, caption=caption) for caption, frame in self._shown())
+    def _tables(self) -> dict[str, pl.DataFrame]:
+        return {"frame": self.frame, **super()._tables()}
 
     def _shown(self) -> list[tuple[str, pl.DataFrame]]:
         """Captions and frames, times in ns, which display draws in natural units."""

@@ -20,6 +20,7 @@ from lumos_nb.costs.calibration import Calibration, load_calibration
 from lumos_nb.costs.collective_tiers import REQUEST
 from lumos_nb.costs.collectives import CollectiveModel
 from lumos_nb.costs.embeddings import LookupModel
+from lumos_nb.display import Shown
 from lumos_nb.errors import CalibrationError, InputError, LayoutError, require_kinds, require_whole
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.plan import FIGURES, Plan, element_bytes
@@ -123,8 +124,8 @@ class HiddenExchange:
         return self.rest.all_reduce_us(size_bytes)
 
 
-@dataclass(frozen=True)
-class ShardingCosts:
+@dataclass(frozen=True, repr=False)
+class ShardingCosts(Shown):
     """Prices of plans on one cluster, for steps of one batch.
 
     Attributes
@@ -195,6 +196,15 @@ class ShardingCosts:
         if not numbers or len(speeds) != cluster.gpus or not all(0 < one < np.inf for one in speeds):
             raise LayoutError(f"speed is {speeds!r:.80}; give a positive number for each of {cluster.gpus} devices.")
         return cls(lookup, FabricExchange(cluster, found.collectives, batch), batch, speeds)
+
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        by = self.lookup._shown()[0][0] if isinstance(self.lookup, Shown) else type(self.lookup).__name__
+        rows = [("lookups", by), ("exchanges", type(self.exchange).__name__), ("batch", f"{self.batch:,} samples")]
+        if len(set(self.speed)) > 1:
+            rows.append(("speed of devices", ", ".join(f"{one:g}" for one in self.speed)))
+        table = pl.DataFrame(rows, schema=["what", "value"], orient="row")
+        shown = [(f"Prices of plans on {len(self.speed)} devices", table)]
+        return [*shown, ("networks on samples that they have not seen", self.report)] if self.report.height else shown
 
     def parts(self, tables: pl.DataFrame, batch_share: float = 1.0) -> Floats:
         """What adds up over a device's tables, [tables, k].

@@ -121,6 +121,9 @@ class Estimate(Predicted):
             yield f"attention {asked!r} has no price here: it is priced as {known.item(0)}"
         yield from super()._warnings()
 
+    def _tables(self) -> dict[str, pl.DataFrame]:
+        return {**super()._tables(), "memory": self.memory}
+
     def _caption(self) -> str:
         on = f"{self.cluster.gpus} x {self.cluster.gpu_sheet.name}"
         return f"A step of {self.model.name or 'the model'} on {on}: {format_ns(self.step_ns)}"

@@ -11,10 +11,11 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.costs.calibration import Calibration
-from lumos_nb.display import format_bytes, html_table, text_table
+from lumos_nb.display import format_bytes
 from lumos_nb.errors import InputError, LayoutError, require_kinds
 from lumos_nb.executors import check_executor, spread
 from lumos_nb.layout import Cluster, Training, Transformer
+from lumos_nb.traces.export import Tables
 from lumos_nb.workloads.llm.candidates import AXES, Candidate, candidate, candidates, cluster_of
 from lumos_nb.workloads.llm.estimates import Brief, PricedStep
 from lumos_nb.workloads.llm.pass_times import Job
@@ -31,8 +32,8 @@ Progress = Callable[[str, int, int], object]
 """Called with what is being done, how many layouts are done and how many there are."""
 
 
-@dataclass(frozen=True)
-class Found:
+@dataclass(frozen=True, repr=False)
+class Found(Tables):
     """What a search went through.
 
     Attributes
@@ -89,13 +90,10 @@ class Found:
         front = found.filter(less.over("gpus"))
         return front.filter(~_beaten(front))
 
-    def __repr__(self) -> str:
-        return text_table(self._shown(), caption=self._caption())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._caption(), self._summary())]
 
-    def _repr_html_(self) -> str:
-        return html_table(self._shown(), caption=self._caption())
-
-    def _shown(self) -> pl.DataFrame:
+    def _summary(self) -> pl.DataFrame:
         varied = [name for name in AXES if self.feasible[name].n_unique() > 1] or [*AXES]
         return self.feasible.select(*varied, "memory_bytes", "step_s", "low_s", "high_s", "tokens_per_s")
 

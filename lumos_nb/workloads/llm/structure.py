@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from lumos_nb.display import html_table, text_table
+from lumos_nb.display import Shown
 from lumos_nb.errors import GraphError
 from lumos_nb.graph import Graph
 from lumos_nb.schema import require
@@ -37,8 +37,8 @@ PLACES = {
 """Columns of `Structure.ops`; all but the ids are null for what was going on before the step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
+@dataclass(frozen=True, slots=True, repr=False)
+class Structure(Shown):
     """Where every op of a graph belongs: `find_structure` makes one.
 
     Attributes
@@ -61,11 +61,8 @@ class Structure:
     stage: dict[int, int]
     table: pl.DataFrame
 
-    def __repr__(self) -> str:
-        return text_table(self.table, caption=self._caption())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.table, caption=self._caption())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._caption(), self.table)]
 
     def _caption(self) -> str:
         layers = len({layer for of_rank in self.layers.values() for layer in of_rank})
