@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from lumos_nb.errors import harmless
 
 if TYPE_CHECKING:
     import polars as pl
@@ -106,13 +107,9 @@ def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
     return f"{number:.{max(0, 2 - math.floor(math.log10(abs(number))))}f} {unit}"
 
 
-_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-
-
 def _plain(value: object) -> str:
-    """A value as text that cannot steer a terminal: what controls it is spelt out."""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+    """A value as text that cannot steer a terminal."""
+    return harmless(f"{value:.4g}" if isinstance(value, float) else str(value))
 
 
 _INSTANTS = ("start_ns", "end_ns", "begin_ns", "at_ns")

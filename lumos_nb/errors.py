@@ -18,10 +18,31 @@ LumosError
 """
 
 import operator
+import os
+import re
+from pathlib import Path
+
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
+
+
+def harmless(text: str, keep: str = "") -> str:
+    r"""Text that cannot steer a terminal: what controls it is spelt out, but for the characters to `keep`.
+
+    Examples
+    --------
+    >>> print(harmless("\x1b[2J"))
+    \x1b[2J
+    """
+    return _UNSEEN.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
 class LumosError(Exception):
-    """Base of every error that the package raises on purpose."""
+    """Base of every error that the package raises on purpose; what it quotes of a file cannot steer a terminal."""
+
+    def __str__(self) -> str:
+        """The message."""
+        return harmless(super().__str__(), keep="\n")
 
 
 class TraceError(LumosError):
@@ -93,3 +114,17 @@ def require_whole(least: int, most: int = 2**62, **given: object) -> None:
         if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= operator.index(value) <= most:
             bounds = f"of at least {least}" if most == 2**62 else f"from {least} to {most:,}"
             raise InputError(f"{name}={value!r:.60}: give a whole number {bounds}.")
+
+
+def named(path: object, error: type[LumosError] = InputError) -> Path:
+    """A path as such; raises `error`, or InputError, for what no file system has: of another kind, or such a name."""
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"{path!r:.60} is no path: give the name of a file or a folder.")
+    try:
+        named = Path(path)
+        lengths = [len(os.fsencode(part)) for part in named.parts]
+    except (TypeError, UnicodeEncodeError):
+        raise error(f"{os.fspath(path)!r:.60} is no path: give text that the file system can hold.") from None
+    if "\0" in str(named) or max(lengths, default=0) > _MOST_NAME_BYTES or sum(lengths) > _MOST_PATH_BYTES:
+        raise error(f"{str(named)!r:.80} names no file: a name has at most {_MOST_NAME_BYTES} bytes, and no NUL.")
+    return named

@@ -17,7 +17,7 @@ import polars as pl
 
 from lumos_nb.critical_path import Result, replay, sweep
 from lumos_nb.display import format_ns, format_share, html_table, text_table
-from lumos_nb.errors import LumosError
+from lumos_nb.errors import LumosError, named
 from lumos_nb.evaluate import mechanistic, what_ifs
 from lumos_nb.findings import (
     evidence_shares,
@@ -330,16 +330,15 @@ def write_report(report: Report, folder: str | Path, *, run: Run | None = None) 
     if (result := report.result) is None:
         raise LumosError(f"{report.title!r} has no replayed step to write; give what step_report returns.")
     page = report.page()
-    writers: dict[str, Callable[[Path], object]] = {
-        "ops.parquet": lambda path: write_table(result.ops, path),
-        "edges.parquet": lambda path: write_table(result.graph.edges, path),
-        "report.html": lambda path: path.write_text(page, encoding="utf-8"),
-        "step.perfetto.json.gz": lambda path: write_perfetto(result, path, run=run),
-    }
-    for name, write in writers.items():
-        with whole(Path(folder) / name) as part:
-            write(part)
-    return [Path(folder) / name for name in writers]
+    folder = named(folder)
+    names = ("ops.parquet", "edges.parquet", "report.html", "step.perfetto.json.gz")
+    ops, edges, html_page, perfetto = written = [folder / name for name in names]
+    write_table(result.ops, ops)
+    write_table(result.graph.edges, edges)
+    with whole(html_page) as part:
+        part.write_text(page, encoding="utf-8")
+    write_perfetto(result, perfetto, run=run)
+    return written
 
 
 _QUALIFIERS = r"^void |(?:\(anonymous namespace\)|\w+)::|\([^()]*\)$"

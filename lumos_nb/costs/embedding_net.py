@@ -167,8 +167,8 @@ class LookupNet(Shown):
         arrays: dict[str, Any] = {f"layer_{number}": layer for number, layer in enumerate(self.layers)}
         arrays |= {name: np.asarray(getattr(self, name)) for name in _ARRAYS}
         arrays["base"] = np.array("" if self.base is None else msgspec.json.encode(self.base).decode())
-        with whole(file, InputError) as part:
-            np.savez(part, **arrays)
+        with whole(file, InputError) as part, part.open("wb") as out:
+            np.savez(out, **arrays)
         return file
 
     @classmethod

@@ -1,8 +1,13 @@
-"""Parsed ranks kept as Parquet files, under the content of the file that they came from."""
+"""Parsed ranks kept as Parquet files, under the content of the file that they came from.
+
+A file of the cache says which trace it is of and has a digest of itself: Parquet has none, and of single bits that flip
+in such a file more than half would go unnoticed and change the events.
+"""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import stat
 from hashlib import blake2b
@@ -17,7 +22,9 @@ from lumos_nb.whole_files import whole
 
 CACHE_ENV = "LUMOS_NB_CACHE"
 CACHE_FOLDER = ".lumos_cache"
-_ENTRY = "lumos_nb"  # key of the Parquet file's own metadata
+_ENTRY, _DIGEST = "lumos_nb", "lumos_nb_digest"  # keys of the Parquet file's own metadata
+_BLANK = "." * 64
+"""In the place of the digest while it is taken."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -63,11 +70,27 @@ def store(parsed: Trace, target: Path) -> None:
         The folder cannot be made or written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.parent.name == CACHE_FOLDER:  # beside the traces, so maybe in somebody's repository
-        (target.parent / ".gitignore").write_text("*\n")
-    entry = {"metadata": parsed.metadata, "notes": parsed.notes.rows(), "count": len(parsed.events)}
-    with whole(target) as part, part.open("wb") as file:
-        parsed.events.write_parquet(file, statistics=False, metadata={_ENTRY: json.dumps(entry)})
+    ignored = target.parent / ".gitignore"
+    if target.parent.name == CACHE_FOLDER and not os.path.lexists(ignored):  # maybe in somebody's repository
+        ignored.write_text("*\n")
+    entry = {"key": target.name, "metadata": parsed.metadata, "notes": parsed.notes.rows()}
+    with whole(target) as part, part.open("w+b") as file:
+        written = {_ENTRY: json.dumps(entry), _DIGEST: _BLANK}
+        parsed.events.write_parquet(file, statistics=False, metadata=written)
+        file.flush()
+        at, digest = _digest(file.fileno(), _BLANK)
+        file.seek(at)
+        file.write(digest.encode())
+
+
+def _digest(file: int, said: str) -> tuple[int, str]:
+    """Where the digest stands in a file that says one, and what it should be: that of all the rest."""
+    with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as data:
+        at = data.rfind(said.encode())
+        with memoryview(data) as view, view[:at] as before, view[at + len(said) :] as after:
+            digest = blake2b(before, digest_size=len(_BLANK) // 2)
+            digest.update(after)
+    return at, digest.hexdigest()
 
 
 def load(target: Path) -> Trace:
@@ -75,17 +98,21 @@ def load(target: Path) -> Trace:
 
     Raises
     ------
+    OSError
+        It cannot be opened.
     ValueError
-        The file is not what `store` wrote: damaged, or not ours.
+        The file is not what `store` wrote: damaged, of another trace or version, or not ours.
     """
     try:
         with target.open("rb") as file:  # of a path polars would take brackets for a pattern
-            entry = json.loads(pl.read_parquet_metadata(file)[_ENTRY])
+            written = pl.read_parquet_metadata(file)
+            if _digest(file.fileno(), written[_DIGEST])[1] != written[_DIGEST]:
+                raise ValueError("its content has changed since it was written")
+            entry = json.loads(written[_ENTRY])
+            if entry["key"] != target.name:
+                raise ValueError(f"it was written as {entry['key']}")
             file.seek(0)
             events = EVENTS.check(pl.read_parquet(file))
-        notes = pl.DataFrame(entry["notes"], schema=NOTES, orient="row")
-        if isinstance(entry["metadata"]["event_count"], int) and len(events) == entry["count"]:
-            return Trace(events, entry["metadata"], notes)
+        return Trace(events, entry["metadata"], pl.DataFrame(entry["notes"], schema=NOTES, orient="row"))
     except (pl.exceptions.PolarsError, SchemaError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{target} is no parse of ours: {error}") from error
-    raise ValueError(f"{target} holds {len(events):,} events where {entry['count']:,} were written")

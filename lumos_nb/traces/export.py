@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from lumos_nb.display import Shown
-from lumos_nb.errors import TraceError
+from lumos_nb.errors import TraceError, named
 from lumos_nb.traces.perfetto import HasEvents, write_perfetto
 from lumos_nb.whole_files import whole
 
@@ -57,7 +57,7 @@ class Tables(Shown):
         --------
         >>> run.to_parquet("out")  # out/events.parquet, out/ranks.parquet, out/report.parquet
         """
-        folder = Path(folder)
+        folder = named(folder, TraceError)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

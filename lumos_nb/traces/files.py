@@ -157,14 +157,14 @@ def read_file(path: Path, *, cache: Path | None, by_path: bool, strict: bool) ->
     try:
         before = path.stat()
         target = cached.cache_path(path, cache) if cache else None
-        if target and target.exists():
+        if target and target.is_file():  # nothing else may be opened: a pipe would be waited for
             return target
         parsed = _parsed(path, target, (before.st_size, before.st_mtime_ns))
     except (TraceError, OSError) as error:
         if strict:
             raise
         return str(error)
-    return target if target and by_path and target.exists() else parsed
+    return target if target and by_path and target.is_file() else parsed
 
 
 def _parsed(path: Path, target: Path | None, seen: tuple[int, int], *notes: tuple[str, int, str]) -> Trace:

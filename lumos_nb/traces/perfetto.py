@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 from isal import igzip
 
-from lumos_nb.errors import TraceError
+from lumos_nb.errors import TraceError, named
 from lumos_nb.schema import EVENTS, OPS, require
 from lumos_nb.whole_files import whole
 
@@ -106,7 +106,7 @@ def write_perfetto(source: HasOps | HasEvents, path: str | Path, *, run: HasEven
     --------
     >>> write_perfetto(replay(graph), "step.json.gz")
     """
-    path = Path(path)
+    path = named(path, TraceError)
     replayed = source if isinstance(source, Replayed) else None
     if replayed is not None:
         tables = [_slices(replayed.graph.ops, "measured"), _slices(replayed.ops, "replayed")]

@@ -114,8 +114,12 @@ class Bench:
     def __init__(self, folder: Path, device: str, wanted: Callable[[int, list[str], bool], bool]) -> None:
         self.folder, self.device = folder, device
         tables = sorted(folder.glob("workload*.json"), key=lambda file: [*map(int, re.findall(r"\d+", file.name))])
+        if not tables:
+            raise Unusable(f"{folder} holds no workload.json; generate it again.")
         file = tables[min(int(os.environ.get("RANK", "0")), len(tables) - 1)]
         self.table, self.drawn = json.loads(file.read_text()), f"indices{file.stem.removeprefix('workload')}.bin"
+        if len(tables) != len(self.table["source"]["ranks"]):
+            raise Unusable(f"{len(tables)} tables are here, not one a rank that was generated: generate it again.")
         self.slots, self.memory = self.table["slots"], self.table["memory"]
         self.calls = [
             call for at, call in enumerate(self.table["calls"]) if wanted(at, self.path(call), self.talks(call))

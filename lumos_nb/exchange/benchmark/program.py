@@ -13,7 +13,7 @@ import polars as pl
 
 from lumos_nb import device_activity
 from lumos_nb.display import text_table
-from lumos_nb.errors import BenchmarkError, InputError
+from lumos_nb.errors import BenchmarkError, InputError, named
 from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP
 from lumos_nb.exchange.benchmark.tables import Workload, workload
 from lumos_nb.traces.execution_trace import ExecutionTrace, is_execution_trace
@@ -59,26 +59,34 @@ def generate(
     --------
     >>> generate("runs/gpt", "bench/gpt")  # doctest: +SKIP
     """
-    folder = Path(out)
+    folder = named(out)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file: give a folder.")
     ranks = _ranks_of(trace, rank)
     made = [workload(trace, rank=one, **how) for one in ranks]
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("workload*.json"), *folder.glob("indices*.bin")):
-        old.unlink()
-    for part in RUNNER:
-        text = part.read_text(encoding="utf-8").replace(f"from {__package__}.", "from ")
-        (folder / part.name).write_text(text.replace("from lumos_nb.", "from "), encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*folder.glob("workload*.json"), *folder.glob("indices*.bin")):
+            old.unlink()
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error}. Give a folder of your own.") from error
+    files = {part.name: _as_program(part) for part in RUNNER} | {"README.md": _readme(made).encode()}
     for one in made:
         one.table["source"]["ranks"] = sorted(other.table["source"]["rank"] for other in made)
         suffix = "" if len(made) == 1 else f"-{one.table['source']['rank']}"
         if len(one.indices):
-            (folder / f"indices{suffix}.bin").write_bytes(one.indices.astype("<i8").tobytes())
-        with whole(folder / f"workload{suffix}.json", InputError) as part:
-            part.write_bytes(msgspec.json.encode(one.table))
-    (folder / "README.md").write_text(_readme(made), encoding="utf-8")
+            files[f"indices{suffix}.bin"] = one.indices.astype("<i8").tobytes()
+        files[f"workload{suffix}.json"] = msgspec.json.encode(one.table)
+    for name, content in files.items():  # the tables after what they need: each says which others belong to it
+        with whole(folder / name, InputError) as written:
+            written.write_bytes(content)
     return made[0]
+
+
+def _as_program(module: Path) -> bytes:
+    """The source of a module as it runs beside the others of the program, without this package."""
+    text = module.read_text(encoding="utf-8").replace(f"from {__package__}.", "from ")
+    return text.replace("from lumos_nb.", "from ").encode()
 
 
 def replay(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import polars as pl
 
-from lumos_nb.errors import ChakraError, InputError, require_kinds
+from lumos_nb.errors import ChakraError, InputError, named, require_kinds
 from lumos_nb.exchange.chakra.files import write_ranks
 from lumos_nb.exchange.chakra.ranks import Job
 from lumos_nb.exchange.chakra.tables import NODES, Nodes
@@ -87,8 +87,8 @@ def write(
     if unknown := [rank for rank in chosen if rank not in job.tables]:
         raise InputError(f"there is no rank {unknown[0]!r}; the workload has {len(job.tables)}: {[*job.tables][:8]}.")
     ours = {f"{prefix}.{rank}.et" for rank in job.tables}
-    for file in sorted(Path(folder).glob(f"{prefix}.*.et*")):
-        if file.name not in ours:
+    for file in sorted(named(folder, ChakraError).glob("*.et*")):
+        if file.name.startswith(f"{prefix}.") and file.name not in ours:
             raise ChakraError(f"{file} is none of this job's {len(ours)} files: delete it, or give another folder.")
 
     def files() -> Iterator[tuple[int, Nodes]]:

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 from isal import igzip
 
-from lumos_nb.errors import ChakraError
+from lumos_nb.errors import ChakraError, named
 from lumos_nb.exchange.chakra import _wire_kernels as wire
 from lumos_nb.exchange.chakra import json_files
 from lumos_nb.exchange.chakra.tables import NODES, Nodes, decoded, encoded, parsed
@@ -74,7 +74,7 @@ def stream_file(path: str | Path) -> Iterator[bytes | pl.DataFrame]:
 
 
 def _there(path: str | Path) -> Path:
-    path = Path(path)
+    path = named(path, ChakraError)
     if not path.is_file():
         raise ChakraError(f"{path} is no file: give one as {path.with_suffix('.0.et').name}, or the folder of a job's.")
     return path
@@ -106,8 +106,9 @@ def read_file(path: str | Path) -> Nodes:
     >>> nodes = read_file("run.0.et")                                     # doctest: +SKIP
     >>> nodes.table.group_by("type").agg(pl.len(), pl.sum("dur_us"))      # doctest: +SKIP
     """
-    if ".json" in Path(path).suffixes or ".jsonl" in Path(path).suffixes:
-        return json_files.read_json(_there(path))
+    path = _there(path)
+    if {".json", ".jsonl"} & {*path.suffixes}:
+        return json_files.read_json(path)
     head, *tables = stream_file(path)
     assert isinstance(head, bytes)
     parts = [table for table in tables if isinstance(table, pl.DataFrame)]
@@ -143,7 +144,7 @@ def write_file(nodes: Nodes, path: str | Path) -> Path:
     """
     if not isinstance(nodes, Nodes):
         raise ChakraError(f"this writes Nodes, not a {type(nodes).__name__}: ln.chakra.Nodes.of(table) makes them.")
-    path = Path(path)
+    path = named(path, ChakraError)
     opened: Callable[..., IO[bytes]] = igzip.open if path.suffix == ".gz" else open
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     parts = json_files.lines(nodes, kind) if kind in json_files.SUFFIXES else _messages(nodes)
@@ -170,7 +171,7 @@ def rank_files(path: str | Path) -> dict[int, Path]:
     ChakraError
         There are none, or two of one rank: then the folder holds several jobs, of which one is to be given as files.
     """
-    path = Path(path)
+    path = named(path, ChakraError)
     if not path.is_dir():
         found = _RANK.fullmatch(_there(path).name)
         return {int(found["rank"]) if found else 0: path}
@@ -196,7 +197,7 @@ def read_groups(path: str | Path) -> dict[str, list[int]]:
     ChakraError
         The file is not of names and lists of ranks, or there are several.
     """
-    path = Path(path)
+    path = named(path, ChakraError)
     files = sorted((path if path.is_dir() else path.parent).glob("*groups.json"))
     if not files:
         return {}
@@ -216,11 +217,14 @@ def write_ranks(ranks: Iterable[tuple[int, Nodes]], folder: str | Path, prefix: 
     ChakraError
         The folder cannot be made, or a file in it not written.
     """
-    folder = Path(folder)
+    folder = named(folder, ChakraError)
+    listed = folder / f"{prefix}.groups.json"
+    if named(listed.name, ChakraError) != Path(f"{prefix}.groups.json"):
+        raise ChakraError(f"prefix {prefix!r:.80} leads out of the folder: give one without slashes.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        listed = folder / f"{prefix}.groups.json"
-        listed.write_bytes(msgspec.json.encode({name: list(members) for name, members in groups.items()}))
     except OSError as error:
         raise ChakraError(f"{folder} cannot be written: {error}. Give a folder of your own.") from error
+    with whole(listed, ChakraError) as part:  # the first: it says which ranks are still to come
+        part.write_bytes(msgspec.json.encode({name: list(members) for name, members in groups.items()}))
     return [*(write_file(nodes, folder / f"{prefix}.{rank}.et") for rank, nodes in ranks), listed]

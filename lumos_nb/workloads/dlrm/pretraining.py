@@ -186,8 +186,8 @@ def save_costs(costs: ShardingCosts, folder: str | Path) -> Path:
     lookup.save(path / "lookup.npz")
     if isinstance(exchange, ExchangeNet):
         arrays: dict[str, Any] = exchange.arrays()
-        with whole(path / "exchange.npz", InputError) as part:
-            np.savez(part, **arrays)
+        with whole(path / "exchange.npz", InputError) as part, part.open("wb") as out:
+            np.savez(out, **arrays)
     with whole(path / "costs.json", InputError) as part:  # the last, so that there are all or none
         part.write_bytes(msgspec.json.encode(text))
     return path
