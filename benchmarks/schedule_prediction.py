@@ -25,10 +25,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 from benchmarks.rows import Row
+from benchmarks.schedule_graphs import as_graph
 from lumos_nb.critical_path import replay
 from lumos_nb.graph import Recording
 from lumos_nb.traces.run import load_run
-from lumos_nb.workloads.llm.schedule import as_graph, schedule
+from lumos_nb.workloads.llm.schedule import schedule
 
 Floats = NDArray[np.float64]
 CHUNKS = 2

@@ -21,6 +21,7 @@ import numpy as np
 import polars as pl
 
 from benchmarks.embedding_accuracy import SAMPLES
+from benchmarks.planner_constants import PlannerConstants
 from benchmarks.rows import ACCURACY, Row, record
 from benchmarks.sharding_tasks import (
     BATCH,
@@ -46,7 +47,6 @@ from lumos_nb.workloads.dlrm.estimates import estimate_dlrm
 from lumos_nb.workloads.dlrm.heuristics import HEURISTICS, NAIVE, place_by_rule
 from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining
 from lumos_nb.workloads.dlrm.plan import Plan
-from lumos_nb.workloads.dlrm.planner_constants import PlannerConstants
 from lumos_nb.workloads.dlrm.pretraining import priced_lookups
 from lumos_nb.workloads.dlrm.sharding import shard
 from lumos_nb.workloads.dlrm.sharding_costs import ShardingCosts

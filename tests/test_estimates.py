@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.schedule_graphs import as_graph
 from lumos_nb.config import find_fabric, find_gpu
 from lumos_nb.costs.calibration import load_calibration
 from lumos_nb.critical_path import replay
@@ -20,7 +21,7 @@ from lumos_nb.transformer import Mla, Moe, Transformer
 from lumos_nb.workloads.contention import overlap_ns
 from lumos_nb.workloads.llm.assembly import assembled
 from lumos_nb.workloads.llm.estimates import Estimate, PricedStep, estimate, stages_of
-from lumos_nb.workloads.llm.schedule import as_graph, schedule
+from lumos_nb.workloads.llm.schedule import schedule
 from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.surcharges import Surcharges, bundled
 

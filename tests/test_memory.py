@@ -17,10 +17,11 @@ from lumos_nb.errors import LayoutError
 from lumos_nb.layout import Cluster, Parallelism, Training, Transformer, problems
 from lumos_nb.workloads.llm.estimates import Estimate, estimate
 from lumos_nb.workloads.llm.memory import CLASSES, memory, memory_over_time, peak_bytes
-from lumos_nb.workloads.llm.schedule import in_flight, schedule
+from lumos_nb.workloads.llm.schedule import schedule
 from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.llm.table_rows import stages_by_cost
 from lumos_nb.workloads.llm.tensors import layer_tensors
+from tests.schedule_forms import in_flight
 
 GPT = Transformer(
     layers=3, hidden=1024, heads=16, ffn=4096, vocab=4096, gated=False, norm="layer", positions="none"

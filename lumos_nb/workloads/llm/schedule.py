@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: in what order each rank runs its passes, what each waits for, and the graph of both.
+"""Pipeline schedules as data: in what order each rank runs its passes, and what each waits for.
 
 A *schedule* is a frame of one row a pass: `stage` (pipeline rank), `position` (order on that rank), `phase` (forward,
 backward; where a backward pass is split, backward_input and backward_weight), `micro_batch`, `chunk` (of the rank's
@@ -7,15 +7,11 @@ layers) and `depth` (of that chunk in the whole model: its layers come after tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import polars as pl
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from lumos_nb.errors import GraphError, InputError, LayoutError
-from lumos_nb.graph import Graph
-from lumos_nb.schema import EDGES, OPS
 
 CHUNKS = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2**16), "zb-h1": (1, 1), "zb-v": (2, 2)}
 """Kind of schedule -> fewest and most chunks of layers that a rank holds."""
@@ -34,10 +30,6 @@ COLUMNS = {
     "chunk": pl.Int32(),
     "depth": pl.Int32(),
 }
-
-COMPUTE_LANE = "gpu0:0"
-SEND_LANES = {"forward": "gpu0:1", "backward": "gpu0:2"}
-"""A rank computes on one stream, and sends activations and gradients on one each."""
 
 Ints = NDArray[np.int64]
 
@@ -225,193 +217,3 @@ def _rows_of_passes(schedule: pl.DataFrame) -> dict[str, Ints]:
         at[depth[rows], micro_batch[rows]] = rows
         found[phase] = at
     return found
-
-
-def in_flight(schedule: pl.DataFrame) -> pl.DataFrame:
-    """How many micro-batches' activations each rank holds at most, in passes of one chunk.
-
-    Returns
-    -------
-    DataFrame
-        `stage`, `in_flight` (forward passes whose backward or input pass has not ended), `until_weight` (whose weight
-        pass has not: the same where backward passes are not split).
-    """
-    backward = {"in_flight": ("backward", "backward_input"), "until_weight": ("backward", "backward_weight")}
-    phase = pl.col("phase").cast(pl.String)
-    held = {
-        name: ((phase == "forward").cast(pl.Int32) - phase.is_in(ends).cast(pl.Int32)).cum_sum().max()
-        for name, ends in backward.items()
-    }
-    return schedule.sort("stage", "position").group_by("stage", maintain_order=True).agg(**held)
-
-
-def bubble_ns(
-    kind: str,
-    stages: int,
-    micro_batches: int,
-    chunks: int = 1,
-    *,
-    forward_ns: float,
-    backward_ns: float,
-    weight_ns: float = 0,
-) -> float:
-    """Idle time of a step in the ideal case, in closed form: step less the work of one rank.
-
-    Ideal are passes of equal length on all ranks and chunks, and messages and gaps of none. With p stages, v chunks and
-    passes *of one chunk* f, b and w: (p - 1)(f + b) for gpipe and 1f1b, with any number of micro-batches, and for
-    interleaved (of a rank's whole passes a v-th of that: Narayanan et al. 2021); (p - 1) max(f, b, f + b - w) for zb-h1
-    with at least p micro-batches (Qi et al. 2023 give the last term, for a w that is the shortest); (p - 1) f for zb-v
-    with f = b = w and at least 2p - 1 micro-batches: just the time until the last rank begins.
-
-    Parameters
-    ----------
-    kind, stages, micro_batches, chunks
-        As for `schedule`.
-    forward_ns, backward_ns, weight_ns
-        A pass of one chunk: forward, backward (of split ones the part for the input), the part for weights.
-
-    Raises
-    ------
-    LayoutError
-        There is no such schedule, or no closed form for these sizes and times; `replay` takes all.
-
-    Examples
-    --------
-    >>> bubble_ns("interleaved", stages=4, micro_batches=8, chunks=2, forward_ns=5, backward_ns=10)
-    45
-    """
-    _check(kind, stages, micro_batches, chunks)
-    if kind == "zb-v":
-        known, each = micro_batches >= 2 * stages - 1 and forward_ns == backward_ns == weight_ns, forward_ns
-    elif kind == "zb-h1":
-        known = micro_batches >= stages
-        each = max(forward_ns, backward_ns, forward_ns + backward_ns - weight_ns)
-    else:
-        known, each = weight_ns == 0, forward_ns + backward_ns
-    if not known:
-        raise LayoutError(
-            f"no closed form for {kind}, {stages} stages, {micro_batches} micro-batches and passes of {forward_ns}, "
-            f"{backward_ns} and {weight_ns} ns; replay as_graph(schedule(...), ...) instead."
-        )
-    return (stages - 1) * each
-
-
-def as_graph(
-    schedule: pl.DataFrame,
-    dur_ns: Mapping[str, ArrayLike],
-    *,
-    message_ns: ArrayLike = 0,
-    gap_ns: ArrayLike = 0,
-) -> Graph:
-    """The graph of one step of a schedule: an op a pass, and an op a message on its sender's stream of that direction.
-
-    A sender does not wait for its receivers; messages of one rank and direction go one after the other.
-
-    Parameters
-    ----------
-    schedule
-        As `schedule` gives it.
-    dur_ns
-        Phase -> how long a pass takes: a number, or an array (stages,), (stages, chunks) or (stages, chunks,
-        micro_batches).
-    message_ns
-        How long a message takes, a number or an array as above, of its sender.
-    gap_ns
-        Least time between two passes of a rank, a number or an array as above, of the later one.
-
-    Raises
-    ------
-    InputError
-        A phase has no duration, or an array has the wrong shape.
-    GraphError
-        As `dependencies`.
-
-    Examples
-    --------
-    >>> from lumos_nb import replay
-    >>> plan = schedule("1f1b", stages=4, micro_batches=8)
-    >>> replay(as_graph(plan, {"forward": 10, "backward": 20})).step_ns  # (8 + 4 - 1) x (10 + 20)
-    330
-    """
-    waits = dependencies(schedule)
-    passes = _passes(schedule, dur_ns)
-    sends = _sends(schedule, passes, waits.filter("message"), message_ns)
-    here = waits.filter(~pl.col("message"))
-    gap = _of_passes("gap_ns", gap_ns, schedule)[here["dst"]]
-    lane_before = pl.col("op_id").shift().over("rank", "lane", order_by="position")
-    links = [
-        here.select("src", "dst", "rule", lag_ns=pl.when(pl.col("rule") == "stream").then(gap).otherwise(0)),
-        sends.select(src=lane_before, dst="op_id", rule=pl.lit("stream")).drop_nulls(),
-        sends.select("src", dst="op_id", rule=pl.lit("event")),
-        sends.select(src="op_id", dst="dst", rule=pl.lit("event")),
-    ]
-    return _graph(pl.concat([passes, sends.drop("src", "dst")], how="diagonal"), links)
-
-
-def _passes(schedule: pl.DataFrame, dur_ns: Mapping[str, ArrayLike]) -> pl.DataFrame:
-    phases = schedule["phase"].cast(pl.String)
-    present = phases.unique().sort().to_list()
-    if missing := [phase for phase in present if phase not in dur_ns]:
-        raise InputError(f"dur_ns has no {', '.join(missing)}; it has {', '.join(dur_ns) or 'none'}.")
-    took = np.zeros(len(schedule), np.int64)
-    for phase in present:
-        of_phase = (phases == phase).to_numpy()
-        took[of_phase] = _of_passes(f"dur_ns[{phase!r}]", dur_ns[phase], schedule)[of_phase]
-    return schedule.select(
-        "position",
-        "micro_batch",
-        "chunk",
-        "depth",
-        op_id=pl.int_range(pl.len(), dtype=pl.Int64),
-        rank="stage",
-        lane=pl.lit(COMPUTE_LANE),
-        kind=pl.lit("kernel"),
-        name=phases,
-        dur_ns=took,
-        phase=phases.str.extract("^(forward|backward)"),
-    )
-
-
-def _sends(schedule: pl.DataFrame, passes: pl.DataFrame, messages: pl.DataFrame, message_ns: ArrayLike) -> pl.DataFrame:
-    """An op a message, with `src` and `dst`, the passes between which it goes."""
-    return passes[messages["src"]].with_columns(
-        messages["src"],
-        messages["dst"],
-        op_id=len(passes) + pl.int_range(pl.len(), dtype=pl.Int64),
-        lane=pl.col("phase").replace_strict(SEND_LANES),
-        kind=pl.lit("comm"),
-        name=pl.format("send {}", "phase"),
-        dur_ns=_of_passes("message_ns", message_ns, schedule)[messages["src"]],
-        collective=pl.lit("send"),
-        group=pl.lit("pp"),
-        group_size=pl.lit(2, pl.Int32),
-        peer=schedule["stage"][messages["dst"]],
-    )
-
-
-def _graph(ops: pl.DataFrame, links: list[pl.DataFrame]) -> Graph:
-    edges = pl.concat(links, how="diagonal_relaxed").with_columns(
-        pl.col("lag_ns").fill_null(0), from_start=False, evidence=pl.lit("exact"), hard=True
-    )
-    ops = ops.with_columns(step=0, device=0, start_ns=0)
-    ops = ops.with_columns(pl.lit(None).alias(c) for c in OPS.columns if c not in ops.columns)
-    ops = ops.select(*(pl.col(c).cast(dtype) for c, dtype in OPS.columns.items()), "chunk", "depth")
-    edges = edges.select(pl.col(c).cast(dtype) for c, dtype in EDGES.columns.items())
-    return Graph(OPS.check(ops), EDGES.check(edges), step=0)
-
-
-def _of_passes(name: str, values: ArrayLike, schedule: pl.DataFrame) -> Ints:
-    """`values` of each pass (n,), in whole ns."""
-    shape = tuple(schedule.select(pl.max("stage", "chunk", "micro_batch") + 1).row(0))
-    given = np.asarray(values, np.float64)
-    try:
-        full = np.broadcast_to(given.reshape(given.shape + (1,) * (3 - given.ndim)), shape) if given.ndim else given
-        full = np.broadcast_to(full, shape)
-    except ValueError as error:
-        raise InputError(
-            f"{name} has shape {given.shape}; give a number, or an array of the first axes of "
-            f"(stages, chunks, micro-batches) = {shape}."
-        ) from error
-    found = full[tuple(schedule[c].to_numpy() for c in ("stage", "chunk", "micro_batch"))]
-    rounded: Ints = np.rint(found).astype(np.int64)
-    return rounded
