@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: app browser here gallery notebooks docs help env demo test lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets outputs tables picture constraints
+.PHONY: app browser here gallery notebooks docs help env demo test dist versions audit lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets outputs tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -65,6 +65,28 @@ lab: env ## JupyterLab on the notebooks
 
 app: env ## panels of what-ifs as a page of their own, by Voila; of your own run with RUN=folder
 	JUPYTER_PATH=notebooks/app RUN=$(abspath $(RUN)) $(BIN)/voila --template=offline notebooks/app/what_if.ipynb
+
+dist: env ## the wheel and the source archive, each installed into a fresh environment: runs, type checks
+	$(BIN)/python -m pytest -q tests/installed.py
+
+# One module or more for each package that lumos_nb builds on.
+VERSIONED := kineto run graph graph_files critical_path engine plan fitting embeddings sharding estimates \
+	chakra_messages chakra_conversion recorder dry_run executors charts widgets cli report table_rows public_names
+RESOLUTIONS := build/versions/lowest-direct build/versions/highest
+
+versions: $(RESOLUTIONS) ## tests with the oldest and with the newest versions that pyproject.toml takes; torch stays
+
+.PHONY: $(RESOLUTIONS)
+$(RESOLUTIONS): env
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $@
+	$(BIN)/uv pip install --quiet --python $@/bin/python $(shell grep ^torch== constraints.txt)
+	$(BIN)/uv pip install --quiet --python $@/bin/python --resolution $(@F) \
+		--editable '.[cluster,notebook,pandas]' --group dev
+	NUMBA_CACHE_DIR=$(abspath $@)/numba PYTHONPYCACHEPREFIX=$(abspath $@)/compiled \
+		$@/bin/python -m pytest -x -q -n 1 -p no:cacheprovider $(VERSIONED:%=tests/test_%.py)
+
+audit: env ## known weaknesses of the versions in constraints.txt, asked of PyPI
+	$(BIN)/uv tool run pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
 fuzz: env ## 2,000 mutations of each of ten trace files, an hour or two
 	$(BIN)/python -m tests.test_damage 2000

@@ -26,6 +26,11 @@ examples:
   lumos-nb replay runs/gpt --scale comm=0.5 --out p   a what-if, kept in p/prediction.json to be checked later
   lumos-nb replay runs/gpt --json | jq .breakdown     for other programs; times are in ns
 """
+DEMO = """
+examples:
+  lumos-nb demo                                       two CPU ranks, of which one is delayed on purpose
+  lumos-nb demo gpt-pp --out out                      another run that comes with the package; also files
+"""
 COMPARE = """
 examples:
   lumos-nb compare runs/monday runs/tuesday           their steps of median length
@@ -86,6 +91,22 @@ def _parser() -> argparse.ArgumentParser:
 def _add_step_verbs(verb: AddVerb) -> None:
     replay = verb("replay", _replay, "where a step's time goes, what it hangs on, what could be otherwise", REPLAY)
     replay.add_argument("run", metavar="RUN", help="a folder of traces, one file a rank, or one file")
+    demo = verb("demo", _demo, "`replay` of a run that comes with the package", DEMO)
+    demo.add_argument("name", nargs="?", default="gpt-ddp-delay", metavar="NAME", help="gpt-ddp-delay unless given")
+    for parser in (replay, demo):
+        _add_replay_options(parser)
+    compare = verb("compare", _compare, "what changed between two runs; adds up to the difference", COMPARE)
+    compare.add_argument("a", metavar="A")
+    compare.add_argument("b", metavar="B")
+    compare.add_argument("--steps", type=int, nargs=2, default=(None, None), metavar=("N", "M"), help="a step of each")
+    check = verb("check", _check, "hold a saved prediction against a run made afterwards", CHECK)
+    check.add_argument("prediction", metavar="PREDICTION", help="prediction.json, as `replay --out` wrote it")
+    check.add_argument("run", metavar="RUN")
+    check.add_argument("--ledger", metavar="FILE", help="add the outcome to this file of JSON lines")
+    reads_runs(replay, demo, compare, check)
+
+
+def _add_replay_options(replay: argparse.ArgumentParser) -> None:
     replay.add_argument("--step", type=int, metavar="N", help="as the profiler counts; else the one of median length")
     replay.add_argument(
         "--out",
@@ -108,15 +129,6 @@ def _add_step_verbs(verb: AddVerb) -> None:
         metavar="N",
         help="predict N steps from one another (3), which takes N * N graphs; 0: none",
     )
-    compare = verb("compare", _compare, "what changed between two runs; adds up to the difference", COMPARE)
-    compare.add_argument("a", metavar="A")
-    compare.add_argument("b", metavar="B")
-    compare.add_argument("--steps", type=int, nargs=2, default=(None, None), metavar=("N", "M"), help="a step of each")
-    check = verb("check", _check, "hold a saved prediction against a run made afterwards", CHECK)
-    check.add_argument("prediction", metavar="PREDICTION", help="prediction.json, as `replay --out` wrote it")
-    check.add_argument("run", metavar="RUN")
-    check.add_argument("--ledger", metavar="FILE", help="add the outcome to this file of JSON lines")
-    reads_runs(replay, compare, check)
 
 
 def _scale(text: str) -> tuple[str, float]:
@@ -152,6 +164,11 @@ def _replay(arguments: argparse.Namespace) -> str:
         return as_json(report.rows() | {"written": [str(path) for path in written]})
     names = ", ".join(path.name for path in written)
     return f"{report}\n\nPREDICTION\n{said}\n\nIn {arguments.out}: {names}" if written else str(report)
+
+
+def _demo(arguments: argparse.Namespace) -> str:
+    arguments.run = str(ln.datasets.path(arguments.name))
+    return _replay(arguments)
 
 
 def _compare(arguments: argparse.Namespace) -> str:

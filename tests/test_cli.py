@@ -41,6 +41,15 @@ def replayed(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     return lumos("replay", GPT, "--step", "5", "--scale", "cpu=0.5", "--out", out), out
 
 
+def test_the_demo_is_the_replay_of_a_run_that_comes_with_the_package(capsys):
+    assert cli.main(["demo", "gpt-single", "--predict", "0"]) == 0
+    demo = capsys.readouterr().out
+    assert cli.main(["replay", SINGLE, "--predict", "0"]) == 0
+    assert demo == capsys.readouterr().out
+    assert cli.main(["demo", "gpt-3"]) == 1
+    assert "'gpt-3' is no data set; there are: gpt-single" in capsys.readouterr().err
+
+
 def test_replay_prints_a_report_and_writes_its_files(replayed):
     done, out = replayed
     assert (done.returncode, done.stderr) == (0, "")

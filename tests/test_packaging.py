@@ -1,13 +1,20 @@
-"""What pyproject.toml, environment.yml and constraints.txt say, against each other, the code and what is installed."""
+"""What pyproject.toml, environment.yml and constraints.txt say, against each other, the code and what is installed.
+
+And what the wheel and the source archive hold. `make dist` installs them (`installed.py`).
+"""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
+import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterator
+from email.parser import Parser
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +25,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import lumos_nb
+from lumos_nb import datasets
+from lumos_nb.traces.cache import CACHE_FOLDER
+from tests.installed import MAX_WHEEL_BYTES, built, read_only, without_root_s_powers
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -137,3 +147,81 @@ def test_files_and_functions_stay_short():
         if isinstance(node, ast.FunctionDef)
     ]
     assert [f"{name}: {lines} lines" for name, lines, limit in files + functions if lines > limit] == []
+
+
+# --- wheel and source archive -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def contents(path: Path) -> dict[str, tuple[int, int]]:
+    """Size and checksum of every file of a wheel."""
+    with zipfile.ZipFile(path) as archive:
+        return {file.filename: (file.file_size, file.CRC) for file in archive.infolist()}
+
+
+def data_files() -> set[str]:
+    """What of `datasets/` travels: all but the scripts and the caches of parsed runs."""
+    inside = [path.relative_to(ROOT / "datasets") for path in (ROOT / "datasets").rglob("*") if path.is_file()]
+    return {
+        path.as_posix() for path in inside if path.suffix not in (".py", ".pyc") and path.parent.name != CACHE_FOLDER
+    }
+
+
+def test_the_wheel_holds_the_package_its_data_and_nothing_else(wheel: Path) -> None:
+    about = f"lumos_nb-{lumos_nb.__version__}.dist-info"
+    modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE}
+    of_itself = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
+    data = {f"lumos_nb/_datasets/{file}" for file in data_files()}
+    assert contents(wheel).keys() == modules | {"lumos_nb/py.typed"} | data | of_itself
+    assert wheel.stat().st_size < MAX_WHEEL_BYTES
+
+
+def test_the_wheel_states_licence_versions_extras_and_command(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        folder = f"lumos_nb-{lumos_nb.__version__}.dist-info"
+        told = Parser().parsestr(archive.read(f"{folder}/METADATA").decode())
+        licence = archive.read(f"{folder}/licenses/LICENSE").decode()
+        assert "lumos-nb = lumos_nb.cli:main" in archive.read(f"{folder}/entry_points.txt").decode()
+    assert licence == (ROOT / "LICENSE").read_text()
+    assert (told["Name"], told["Version"]) == ("lumos-nb", lumos_nb.__version__)
+    assert (told["License-Expression"], told["Requires-Python"]) == ("MIT", PROJECT["requires-python"])
+    assert told.get_all("Provides-Extra") == sorted(PROJECT["optional-dependencies"])
+    assert bounds([line.partition(";")[0] for line in told.get_all("Requires-Dist", [])]) == REQUIRED | EXTRAS
+    assert told.get_payload() == (ROOT / "README.md").read_text()
+
+
+def test_the_source_archive_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(built("sdist", ROOT, tmp_path)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert not (source / "tests").exists()
+    assert contents(built("wheel", source, tmp_path)) == contents(wheel)
+
+
+def test_an_unpacked_wheel_reads_its_own_runs_and_writes_nothing_beside_them(wheel: Path, tmp_path: Path) -> None:
+    site, cache = tmp_path / "site", tmp_path / "cache"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    code = (
+        "import lumos_nb as ln\n"
+        "run = ln.load_run(ln.datasets.path('gpt-ddp'))\n"
+        "print(ln.__file__, ln.datasets.root(), len(run.events), *ln.datasets.names(), sep='\\n')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "LUMOS_NB_CACHE"}
+    environment |= {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(cache)}
+    with read_only(site):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path,
+            env=environment, preexec_fn=without_root_s_powers,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    module, root, events, *names = done.stdout.splitlines()
+    assert (module, root) == (f"{site}/lumos_nb/__init__.py", f"{site}/lumos_nb/_datasets")
+    assert int(events) == len(lumos_nb.load_run(datasets.path("gpt-ddp")).events)
+    assert names == datasets.names()
+    assert {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()} == contents(wheel).keys()
+    assert len(list((cache / "lumos_nb").glob("*.parquet"))) == 2
