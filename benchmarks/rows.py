@@ -1,7 +1,9 @@
 """Rows of figures in JSON, and the Markdown tables that quote them.
 
 A document holds `<!-- table:accuracy/mechanistic -->` and `<!-- /table -->`; between the two stands the table of those
-rows of `accuracy.json` whose names begin with `mechanistic/`. `python -m benchmarks.rows` writes all tables anew.
+rows of `accuracy.json` whose names begin with `mechanistic/`. A marker `<!-- table:accuracy` may instead list rows, a
+line each, as `group/what` or `group/what = what it is called there`, before its `-->`; such a table leaves notes to the
+page of the group. `python -m benchmarks.rows` writes all tables anew.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ FOLDER = Path(__file__).parent
 ACCURACY = FOLDER / "accuracy.json"
 RESULTS = FOLDER / "results.json"
 
-_MARKED = re.compile(r"(<!-- table:(?P<file>\w+)(?:/(?P<group>[\w/.-]+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
+_MARKED = re.compile(
+    r"(?P<mark><!-- table:(?P<file>\w+)(?:/(?P<group>[\w/.-]+)|(?P<named>(?:\n[^\n]+/[^\n]+)+)\n)? ?-->\n)"
+    r".*?(?P<end><!-- /table -->)",
+    re.DOTALL,
+)
 _TARGET = re.compile(r"(<=|>=) (-?\d+(?:\.\d+)?)")
 
 
@@ -118,13 +124,29 @@ def quote(text: str) -> str:
     """Return a document with each of its marked tables drawn from the JSON files as they are now."""
 
     def redraw(match: re.Match[str]) -> str:
-        group = match["group"]
-        rows = [row for row in read(FOLDER / f"{match['file']}.json") if not group or row.name.startswith(f"{group}/")]
+        rows = read(FOLDER / f"{match['file']}.json")
+        if match["named"]:
+            rows = _named(rows, match["named"].strip().splitlines())
+        elif group := match["group"]:
+            rows = [row for row in rows if row.name.startswith(f"{group}/")]
         if not rows:
-            raise ValueError(f"no rows for the table {match[1].strip()}; run make accuracy or make bench.")
-        return f"{match[1]}{table(rows)}{match[4]}"
+            raise ValueError(f"no rows for the table {match['mark'].strip()}; run make accuracy or make bench.")
+        return f"{match['mark']}{table(rows)}{match['end']}"
 
     return _MARKED.sub(redraw, text)
+
+
+def _named(rows: Sequence[Row], lines: Sequence[str]) -> list[Row]:
+    """The rows that lines name, without notes, under the names that lines give them."""
+    by_name = {row.name: row for row in rows}
+    chosen = []
+    for line in lines:
+        name, _, label = line.partition(" = ")
+        if name not in by_name:
+            raise ValueError(f"no row {name!r} for a table; is it spelt as in the JSON file?")
+        shown = f"/{label}" if label else name
+        chosen.append(msgspec.structs.replace(by_name[name], name=shown, note=""))
+    return chosen
 
 
 def documents() -> list[Path]:

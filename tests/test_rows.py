@@ -82,3 +82,13 @@ def test_rows_that_could_not_be_judged_are_refused(row, message):
 def test_two_rows_of_one_name_are_refused(folder):
     with pytest.raises(ValueError, match="two rows of one name"):
         record(folder / "accuracy.json", [Row("a/b", 1.0, "%"), Row("a/b", 2.0, "%")])
+
+
+def test_a_table_of_named_rows_has_these_in_this_order_without_notes(folder):
+    known = [Row("a/x, mean", 1.0, "%", note="long"), Row("b/y", 2.0, "s"), Row("b/z", 3.0, "s")]
+    record(folder / "accuracy.json", known)
+    text = "<!-- table:accuracy\nb/y = how long\na/x, mean\n-->\nold\n<!-- /table -->\n"
+    assert quote(text).splitlines()[4:8] == ["|  | value |", "| --- | --- |", "| how long | 2 s |", "| x, mean | 1 % |"]
+    assert quote(quote(text)) == quote(text)
+    with pytest.raises(ValueError, match="no row 'b/w'"):
+        quote(text.replace("b/y", "b/w"))
