@@ -46,7 +46,7 @@ REFERENCE = {
         "traces.perfetto",
         "traces.execution_trace",
     ),
-    "Answers": ("critical_path", "partition", "findings", "evaluate", "resampling", "ledger", "report"),
+    "Answers": ("critical_path", "partition", "jobs", "findings", "evaluate", "resampling", "ledger", "report"),
     "What if": ("whatif", "engine", "stragglers"),
     "Recording": ("recorder", "labels", "fake_group"),
     "Costs": ("config", "costs.calibration", "costs.fitting", "costs.samples", "costs.host", "executors"),

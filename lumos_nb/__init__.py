@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from lumos_nb.graph import Graph as Graph
     from lumos_nb.graph import Recording as Recording
     from lumos_nb.graph import build_graph as build_graph
+    from lumos_nb.jobs import open_job as open_job
+    from lumos_nb.jobs import save_job as save_job
     from lumos_nb.labels import ddp_hook as ddp_hook
     from lumos_nb.layout import Cluster as Cluster
     from lumos_nb.layout import Parallelism as Parallelism
@@ -101,6 +103,7 @@ _MODULES = {
     "lumos_nb.steady": ("repeat",),
     "lumos_nb.critical_path": ("Result", "replay", "sweep"),
     "lumos_nb.partition": ("activity", "breakdown", "compare"),
+    "lumos_nb.jobs": ("open_job", "save_job"),
     "lumos_nb.engine": ("Pool", "Resources", "simulate"),
     "lumos_nb.stragglers": ("waiting_caused", "with_pooled_durations", "without_stragglers"),
     "lumos_nb.evaluate": ("delayed_steps", "mechanistic", "score_waits", "what_ifs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -43,6 +44,9 @@ LONGEST_NS = 2**62  # ends and differences of ends stay in an int64 below it
 _SHOWN = 8  # ops of a cycle that its error names
 
 
+OpAt = Callable[[int], dict[str, object]]
+"""The op of a row, by column."""
+
 Forward = tuple[UInt32s, Int64s | Int32s, UInt32s, UInt32s, UInt32s, Int64s | Int32s]
 """What `_replay_kernels.starts` reads."""
 
@@ -78,29 +82,56 @@ class Plan:
         """
         require(graph, "edges")
         ops, edges = _OPS.check(graph.ops), _EDGES.check(graph.edges)
-        _check_ops(ops)
-        _check_lags(edges)
-        _check_sum(ops["dur_ns"], edges["lag_ns"])
-        src, dst = _rows_of_ends(ops, edges)
-        n, e = len(ops), len(edges)
+        check_times(ops, edges)
+        group, groups = step_groups(ops, on_device=ops.select(ON_DEVICE.any()).item())
+        check_groups(groups, len(ops))
+        return cls.ordered(
+            *rows_of_ends(ops, edges),
+            edges["lag_ns"].to_numpy(),
+            edges["from_start"].to_numpy(),
+            ops["dur_ns"].to_numpy(),
+            group,
+            groups,
+            lambda row: ops.row(row, named=True),
+        )
+
+    @classmethod
+    def ordered(
+        cls,
+        src: Int32s,
+        dst: Int32s,
+        lag_ns: Int64s,
+        from_start: Bools,
+        dur_ns: Int64s,
+        group: Int32s,
+        groups: pl.DataFrame,
+        op_at: OpAt,
+    ) -> Plan:
+        """The plan of rows (n,) and edges between rows (e,), which have been checked; `op_at` gives a row for errors.
+
+        Raises
+        ------
+        GraphError
+            The edges make a cycle.
+        """
+        n, e = len(dur_ns), len(src)
         row = np.arange(n, dtype=np.int32)
         by_source = order_by(src, np.arange(e, dtype=np.int32), n)
         position = row
         if not (src < dst).all():
-            row = _topological_rows(ops, src, dst, by_source)
+            row = _topological_rows(op_at, n, src, dst, by_source)
             position = np.empty_like(row)
             position[row] = np.arange(n, dtype=np.int32)
         at = position[dst]
         edge = order_by(at, by_source, n)
-        group, groups = _step_groups(ops)
         return cls(
             row=row,
             ptr=offsets(at, n),
             src=position[src][edge].astype(np.uint32),
             edge=edge,
-            lag_ns=edges["lag_ns"].to_numpy()[edge],
-            from_start=edges["from_start"].to_numpy()[edge],
-            dur_ns=ops["dur_ns"].to_numpy()[row],
+            lag_ns=lag_ns[edge],
+            from_start=from_start[edge],
+            dur_ns=dur_ns[row],
             group=group[row],
             groups=groups,
         )
@@ -131,6 +162,15 @@ class Plan:
         return made
 
 
+def check_times(ops: pl.DataFrame, edges: pl.DataFrame) -> float:
+    """All durations and lags added, in ns; GraphError for an op or an edge that lacks one, or an id."""
+    _check_ops(ops)
+    _check_lags(edges)
+    total_ns = sum(float(times.cast(pl.Float64).sum()) for times in (ops["dur_ns"], edges["lag_ns"]))
+    check_total(total_ns)
+    return total_ns
+
+
 def _check_ops(ops: pl.DataFrame) -> None:
     if ops["op_id"].has_nulls():
         raise GraphError(f"row {ops['op_id'].is_null().arg_max()} of the ops has no op_id; give each op its own.")
@@ -157,9 +197,8 @@ def _check_lags(edges: pl.DataFrame) -> None:
         )
 
 
-def _check_sum(*times_ns: pl.Series) -> None:
+def check_total(total_ns: float) -> None:
     """Raise if all durations and lags one after the other might not fit into an int64."""
-    total_ns = sum(times.cast(pl.Float64).sum() for times in times_ns)
     if total_ns >= LONGEST_NS:
         raise GraphError(
             f"durations and lags add up to {total_ns:.3g} ns, which is over a century: they can't be in nanoseconds; "
@@ -167,7 +206,7 @@ def _check_sum(*times_ns: pl.Series) -> None:
         )
 
 
-def _rows_of_ends(ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[Int32s, Int32s]:
+def rows_of_ends(ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[Int32s, Int32s]:
     """Rows of ops that the edges join: src (e,), dst (e,)."""
     ids = ops["op_id"].to_numpy()
     order = np.argsort(ids, kind="stable").astype(np.int32)
@@ -192,20 +231,20 @@ def _rows_of_ends(ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[Int32s, Int32
     return rows("src"), rows("dst")
 
 
-def _topological_rows(ops: pl.DataFrame, src: Int32s, dst: Int32s, by_source: Int32s) -> Int32s:
+def _topological_rows(op_at: OpAt, n: int, src: Int32s, dst: Int32s, by_source: Int32s) -> Int32s:
     """Rows of ops in topological order, as close to the order of rows as that allows."""
-    order = topological(offsets(src, len(ops)), dst[by_source])
-    if len(order) < len(ops):
-        _refuse_cycle(ops, src, dst, order)
+    order = topological(offsets(src, n), dst[by_source])
+    if len(order) < n:
+        _refuse_cycle(op_at, n, src, dst, order)
     return order
 
 
-def _refuse_cycle(ops: pl.DataFrame, src: Int32s, dst: Int32s, done: Int32s) -> NoReturn:
+def _refuse_cycle(op_at: OpAt, n: int, src: Int32s, dst: Int32s, done: Int32s) -> NoReturn:
     """Raise GraphError with the ops of one cycle: among the ops that can't be ordered each has a predecessor."""
-    stuck = np.ones(len(ops), bool)
+    stuck = np.ones(n, bool)
     stuck[done] = False
     inside = stuck[src] & stuck[dst]
-    before = np.full(len(ops), -1, np.int32)
+    before = np.full(n, -1, np.int32)
     before[dst[inside]] = src[inside]
     seen: dict[int, int] = {}
     v = int(np.argmax(stuck))
@@ -213,7 +252,7 @@ def _refuse_cycle(ops: pl.DataFrame, src: Int32s, dst: Int32s, done: Int32s) -> 
         seen[v] = len(seen)
         v = int(before[v])
     cycle = list(seen)[seen[v] :][::-1]
-    shown = [_describe(ops.row(r, named=True)) for r in cycle[:_SHOWN]]
+    shown = [_describe(op_at(r)) for r in cycle[:_SHOWN]]
     more = [f"{len(cycle) - _SHOWN} more"] if len(cycle) > _SHOWN else []
     raise GraphError(
         f"the edges make a cycle of {len(cycle)} op(s): {' -> '.join([*shown, *more, shown[0]])}. "
@@ -225,24 +264,28 @@ def _describe(op: dict[str, object]) -> str:
     return f"op {op['op_id']} ({op['kind']} {op['name']!r}, rank {op['rank']}, {op['lane']})"
 
 
-def _step_groups(ops: pl.DataFrame) -> tuple[Int32s, pl.DataFrame]:
-    """Each op's (rank, step), if it takes part in the end of one: ops on devices, or all where there is no device.
+ON_DEVICE = pl.col("device").is_not_null() & (pl.col("kind") != "event").fill_null(value=True)
+"""Work of a device. Points of events are no work: they don't end a step."""
 
-    Points of events are no work: they don't end a step.
-    """
-    on_device = pl.col("device").is_not_null() & (pl.col("kind") != "event").fill_null(value=True)
-    counts = pl.col("step").is_not_null() & (on_device | ~on_device.any())
+
+def step_groups(ops: pl.DataFrame, *, on_device: bool) -> tuple[Int32s, pl.DataFrame]:
+    """Each op's (rank, step), if it takes part in the end of one: ops on devices, or all where no rank has a device."""
+    counts = pl.col("step").is_not_null() & (ON_DEVICE if on_device else pl.lit(value=True))
     rank = pl.col("rank").cast(pl.Int64).fill_null(-1)
     key = ops.select(pl.when(counts).then(pl.col("step").cast(pl.Int64) * _RANKS + rank + 1)).to_series()
     keys = key.drop_nulls().unique().sort()
-    if keys.is_empty() and not ops.is_empty():
-        raise GraphError("no op that could end a step has one; give the ops (those on devices, if any) their step.")
     groups = keys.to_frame("key").select(
         rank=(pl.col("key") % _RANKS - 1).replace(-1, None).cast(pl.Int32),
         step=(pl.col("key") // _RANKS).cast(pl.Int32),
     )
     group = keys.search_sorted(key.fill_null(0)).cast(pl.Int32)
     return pl.select(pl.when(key.is_null()).then(-1).otherwise(group)).to_series().to_numpy(writable=True), groups
+
+
+def check_groups(groups: pl.DataFrame, n_ops: int) -> None:
+    """Raise GraphError where there are ops and none of them ends a step."""
+    if groups.is_empty() and n_ops:
+        raise GraphError("no op that could end a step has one; give the ops (those on devices, if any) their step.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -115,9 +115,9 @@ def result_of(graph: Graph, plan: Plan, start: Int64s) -> Result:
     assert isinstance(origin_ns, int)
     lasts = last_ops(end, plan.group, plan.row, len(plan.groups))
     step_ends = plan.groups.with_columns(end_ns=origin_ns + end[lasts])
-    last, before = _step_bounds(plan, end, lasts)
+    last, before = step_bounds(plan, end, lasts)
     apart_ns = plan.apart_ns
-    path = _path(graph, plan, apart_ns, start, last, origin_ns)
+    path = path_of(plan, apart_ns, start, last, origin_ns, graph.ops.__getitem__, graph.edges.__getitem__)
     step_end = int(end[last]) if last >= 0 else 0
     return Result(
         graph=graph,
@@ -127,12 +127,12 @@ def result_of(graph: Graph, plan: Plan, start: Int64s) -> Result:
         step_ends=step_ends,
         makespan_ns=int(end.max(initial=0)),
         path=path,
-        composition=_composition(path, origin_ns + before, origin_ns + step_end),
-        composition_from_origin=_composition(path, origin_ns, origin_ns + step_end),
+        composition=composition_of(path, origin_ns + before, origin_ns + step_end),
+        composition_from_origin=composition_of(path, origin_ns, origin_ns + step_end),
     )
 
 
-def _step_bounds(plan: Plan, end: Int64s, lasts: Int32s) -> tuple[int, int]:
+def step_bounds(plan: Plan, end: Int64s, lasts: Int32s) -> tuple[int, int]:
     """Position of the op that ends the last step (-1: no ops), and when the step before it ended (0: there is none)."""
     by_step = plan.groups.select("step", end=end[lasts], row=plan.row[lasts], position=lasts)
     steps = (
@@ -146,32 +146,45 @@ def _step_bounds(plan: Plan, end: Int64s, lasts: Int32s) -> tuple[int, int]:
 def _replayed_ops(
     graph: Graph, plan: Plan, apart_ns: Int64s, end: Int64s, step_end: int, path: pl.DataFrame, origin_ns: int
 ) -> pl.DataFrame:
-    due = np.full_like(end, NEVER)
-    if len(plan.groups):
-        due[plan.group >= int(np.argmax(plan.groups["step"] == plan.groups["step"][-1]))] = step_end
-    latest = latest_ends(plan.ptr, plan.src, apart_ns, plan.from_start, plan.dur_ns, due)
-    start, slack = np.empty_like(end), np.empty_like(end)
+    start = np.empty_like(end)
     start[plan.row] = origin_ns + end - plan.dur_ns
-    slack[plan.row] = np.where(latest > NEVER // 2, -1, latest - end)
     return graph.ops.with_columns(
         start_ns=start,
         measured_start_ns=pl.col("start_ns"),
-        slack_ns=pl.Series(slack).replace(-1, None),
+        slack_ns=pl.Series(slack_of(plan, apart_ns, end, step_end)).replace(-1, None),
         critical=pl.col("op_id").is_in(path["op_id"].implode()),
     )
 
 
-def _path(graph: Graph, plan: Plan, apart_ns: Int64s, start: Int64s, last: int, origin_ns: int) -> pl.DataFrame:
+def slack_of(plan: Plan, apart_ns: Int64s, end: Int64s, step_end: int) -> Int64s:
+    """How much longer each row (n,) could run before the last step ends after `step_end`; -1: for ever."""
+    due = np.full_like(end, NEVER)
+    if len(plan.groups):
+        due[plan.group >= int(np.argmax(plan.groups["step"] == plan.groups["step"][-1]))] = step_end
+    latest = latest_ends(plan.ptr, plan.src, apart_ns, plan.from_start, plan.dur_ns, due)
+    slack = np.empty_like(end)
+    slack[plan.row] = np.where(latest > NEVER // 2, -1, latest - end)
+    return slack
+
+
+Rows = Callable[[Int32s], pl.DataFrame]
+"""The rows of a table that are asked for."""
+
+
+def path_of(
+    plan: Plan, apart_ns: Int64s, start: Int64s, last: int, origin_ns: int, ops_at: Rows, edges_at: Rows
+) -> pl.DataFrame:
+    """`Result.path` to the op at position `last`."""
     at, by = path_to(plan.ptr, plan.src, apart_ns, start, last).T
-    edges = graph.edges[plan.edge[by[1:]]].select("rule", "evidence", "lag_ns")
+    edges = edges_at(plan.edge[by[1:]]).select("rule", "evidence", "lag_ns")
     left_at_start = np.append(plan.from_start[by[1:]], [False])[: len(at)]
-    ops: pl.DataFrame = graph.ops[plan.row[at]].select("op_id", "rank", "lane", "kind", "name", "start_ns", "dur_ns")
+    ops = ops_at(plan.row[at]).select("op_id", "rank", "lane", "kind", "name", "start_ns", "dur_ns")
     return ops.with_columns(
         start_ns=origin_ns + start[at], path_ns=np.where(left_at_start, 0, plan.dur_ns[at])
     ).with_columns(pl.concat([edges.clear(min(len(at), 1)), edges]))
 
 
-def _composition(path: pl.DataFrame, from_ns: int, to_ns: int) -> pl.DataFrame:
+def composition_of(path: pl.DataFrame, from_ns: int, to_ns: int) -> pl.DataFrame:
     """Time of `path` between two times by kind and rank, lags by rule."""
     start = pl.col("start_ns")
     spans = pl.concat(
@@ -287,7 +300,7 @@ def sweep(
 
 def _base_step_ns(plan: Plan) -> int:
     end = plan.starts() + plan.dur_ns
-    last, before = _step_bounds(plan, end, last_ops(end, plan.group, plan.row, len(plan.groups)))
+    last, before = step_bounds(plan, end, last_ops(end, plan.group, plan.row, len(plan.groups)))
     return int(end[last]) - before if last >= 0 else 0
 
 

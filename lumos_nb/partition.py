@@ -76,7 +76,7 @@ def step_intervals(source: HasOps | Run) -> pl.DataFrame:
     DataFrame
         One row a rank: `rank`, `on_device` (it has device ops), `begin_ns`, `end_ns`.
     """
-    return _intervals(_numbered(_step_of(source)))
+    return _intervals(_numbered(_step_of(source).ops))
 
 
 def attribute(source: HasOps | Run) -> pl.DataFrame:
@@ -96,9 +96,9 @@ def attribute(source: HasOps | Run) -> pl.DataFrame:
         `rank`, `part`, `op_id` (null where nothing runs), `time_ns`; by rank the times sum exactly to the step. In the
         order of the op table.
     """
-    source = _step_of(source)
-    op_id = source.ops["op_id"]
-    pieces = _attributed(source).sort("rank", "row", "part")
+    ops = _step_of(source).ops
+    op_id = ops["op_id"]
+    pieces = _attributed(ops).sort("rank", "row", "part")
     return pieces.select("rank", "part", op_id.gather(pieces["row"]), "time_ns")
 
 
@@ -125,11 +125,16 @@ def breakdown(source: HasOps | Run, *, by: str = "rank") -> pl.DataFrame:
     >>> parts = breakdown(graph)
     >>> parts.filter(pl.col("part").str.starts_with("exposed_")).group_by("rank").agg(pl.sum("share"))
     """
-    source = _step_of(source)
-    ops = source.ops
+    return breakdown_of(_step_of(source).ops, by)
+
+
+def breakdown_of(
+    ops: pl.DataFrame, by: str, *, last_step: int | None = None, begin_ns: int | None = None
+) -> pl.DataFrame:
+    """`breakdown` of an op table; of some ranks' alone with the last step and the first start (ns) of all ranks."""
     if by not in ops.columns:
         raise SchemaError(f"op table lacks the column {by!r} to break down by; it has {', '.join(ops.columns)}.")
-    pieces = _attributed(source)
+    pieces = _attributed(ops, last_step, begin_ns)
     if by == "rank":
         keys = ["rank", "part"]
         every = pieces.select("rank").unique().join(pl.DataFrame({"part": PARTS, "time_ns": 0}), how="cross")
@@ -162,7 +167,7 @@ def activity(source: HasOps | Run, *, bin_ns: int = 1_000_000) -> pl.DataFrame:
     """
     if type(bin_ns) is not int or not 1 <= bin_ns < 2**62:
         raise LumosError(f"bin_ns is {bin_ns!r}; give whole ns, 1 or more. The default, 1_000_000, is a millisecond.")
-    ops = _numbered(_step_of(source))
+    ops = _numbered(_step_of(source).ops)
     intervals = _intervals(ops)
     claims = _claims(ops, intervals)
     devices = ops.select("rank", "device").unique().filter(pl.col("device").is_not_null())
@@ -220,7 +225,7 @@ def compare(a: HasOps | Run, b: HasOps | Run) -> pl.DataFrame:
 
 def _by_level(source: HasOps) -> pl.DataFrame:
     """Attributed time by level and key, summed over ranks."""
-    pieces = _attributed(source)
+    pieces = _attributed(source.ops)
     keys = {"step": pl.lit("all ranks, summed"), "rank": pl.col("rank").cast(pl.String), "part": pl.col("part")}
     values = source.ops.select(LEVELS.values())[pieces["row"].fill_null(0)]
     pieces = pieces.hstack(values)
@@ -234,10 +239,10 @@ def _by_level(source: HasOps) -> pl.DataFrame:
     )
 
 
-def _attributed(source: HasOps) -> pl.DataFrame:
+def _attributed(table: pl.DataFrame, last_step: int | None = None, begin_ns: int | None = None) -> pl.DataFrame:
     """Time of every (`rank`, `part`, `row` of the op table); `row` is null where nothing runs. Every rank is there."""
-    ops = _numbered(source)
-    intervals = _intervals(ops)
+    ops = _numbered(table)
+    intervals = _intervals(ops, last_step, begin_ns)
     length = pl.col("end_ns") - pl.col("begin_ns")
     intervals = intervals.with_columns(offset=length.cum_sum() - length)
     claims = _clip(_claims(ops, intervals), intervals, on=["rank"])
@@ -261,9 +266,9 @@ def _attributed(source: HasOps) -> pl.DataFrame:
     return sums.select("rank", part.alias("part"), pl.col("row").replace(-1, None), "time_ns")
 
 
-def _numbered(source: HasOps) -> pl.DataFrame:
+def _numbered(table: pl.DataFrame) -> pl.DataFrame:
     """The op table's rows that are on a rank's own lanes, with their position as `row`."""
-    ops = OPS.check(source.ops).with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
+    ops = OPS.check(table).with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     ops = ops.filter(pl.col("kind") != "join")
     broken = (pl.col("dur_ns") < 0) | pl.any_horizontal(pl.col("rank", "start_ns", "dur_ns").is_null())
     for bad in ops.filter(broken.fill_null(True)).head(1).iter_rows(named=True):
@@ -274,9 +279,10 @@ def _numbered(source: HasOps) -> pl.DataFrame:
     return ops
 
 
-def _intervals(ops: pl.DataFrame) -> pl.DataFrame:
+def _intervals(ops: pl.DataFrame, last_step: int | None = None, begin_ns: int | None = None) -> pl.DataFrame:
     """`step_intervals` of numbered ops."""
-    last_step = ops.select(pl.max("step")).item()
+    last_step = ops.select(pl.max("step")).item() if last_step is None else last_step
+    begin = pl.lit(ops["start_ns"].min() if begin_ns is None else begin_ns, pl.Int64)
     if last_step is None:
         raise GraphError("The op table has no op of any step, so that there is none to break down.")
     has_device = pl.col("device").is_not_null() & (pl.col("kind") != "event")
@@ -285,7 +291,7 @@ def _intervals(ops: pl.DataFrame) -> pl.DataFrame:
         end_ns=pl.col("start_ns") + pl.col("dur_ns"),
     ).filter(has_device | ~pl.col("on_device"))
     ends = counted.group_by("rank", "on_device").agg(
-        begin_ns=pl.col("end_ns").filter(pl.col("step") == last_step - 1).max().fill_null(ops["start_ns"].min()),
+        begin_ns=pl.col("end_ns").filter(pl.col("step") == last_step - 1).max().fill_null(begin),
         end_ns=pl.col("end_ns").filter(pl.col("step") == last_step).max(),
     )
     if idle := ends.filter(pl.col("end_ns").is_null())["rank"].sort().to_list():
