@@ -18,9 +18,8 @@ from lumos_nb.layout import Cluster, Training, Transformer, problems
 from lumos_nb.transformer import Mla, Moe
 from lumos_nb.workloads.llm.candidates import AXES, candidate, candidates
 from lumos_nb.workloads.llm.estimates import estimate
-from lumos_nb.workloads.llm.memory import memory, peak_bytes
+from lumos_nb.workloads.llm.memory import memory, peak_bytes, peaks
 from lumos_nb.workloads.llm.pass_times import Job
-from lumos_nb.workloads.llm.peaks import peaks
 from lumos_nb.workloads.llm.screening import SPARE, Found, search
 from lumos_nb.workloads.llm.step_times import screen
 from lumos_nb.workloads.surcharges import Surcharges, bundled

@@ -18,8 +18,8 @@ from lumos_nb.layout import Cluster, Training, Transformer
 from lumos_nb.traces.export import Tables
 from lumos_nb.workloads.llm.candidates import AXES, Candidate, candidate, candidates, cluster_of
 from lumos_nb.workloads.llm.estimates import Brief, PricedStep
+from lumos_nb.workloads.llm.memory import peaks
 from lumos_nb.workloads.llm.pass_times import Job
-from lumos_nb.workloads.llm.peaks import peaks
 from lumos_nb.workloads.llm.step_times import screen
 from lumos_nb.workloads.pricing import prices_of
 from lumos_nb.workloads.surcharges import Surcharges, bundled

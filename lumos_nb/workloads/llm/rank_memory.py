@@ -1,0 +1,450 @@
+"""What a pipeline rank uses, by class: of the ranks of one layout, or of thousands at once.
+
+What lasts (weights, gradients, optimizer states, buffers) is counted from the parameter tensors; what passes
+(activations of the micro-batches in flight, logits, what a backward pass makes) from the tensors that autograd saves.
+What a layer keeps, and how far its backward pass rises, is linear in the sequences of a micro-batch and depends on few
+axes of a layout beside, so that it is counted once for each distinct cell of them. All else is sums and products of
+counts: arrays with a number for each rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from lumos_nb.layout import OPTIMIZER_STATES, SIZE_OF, Parallelism, Training, Transformer
+from lumos_nb.transformer import Weight
+from lumos_nb.workloads.llm.tensors import layer_tensors
+
+CLASSES = (
+    "weights",  # with ZeRO 3 the sharded fp32 ones that layers are gathered from
+    "gradients",
+    "optimizer",  # states, and master weights where they are not the weights
+    "activations",  # of layers, for the micro-batches in flight
+    "bookkeeping",  # statistics of norms and softmax, token ids, the embedding's mask
+    "logits",  # with the inputs of the last norm and of the head
+    "workspace",  # what the backward pass of a layer makes and frees, or computes again
+    "buffers",  # of communication: gathered weights, buckets, messages between stages, keys and values of others
+    "fragmentation",  # the share that was asked for
+)
+"""What memory is used for."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Parts = dict[str, Floats]
+"""Bytes by class, of each rank."""
+
+
+class _Layer(NamedTuple):
+    """Bytes of a layer for a micro-batch: what it keeps, by class, how far its backward pass rises, what is put off."""
+
+    activations: Floats
+    bookkeeping: Floats
+    rise: Floats
+    put_off: Floats
+
+
+@lru_cache(maxsize=4096)
+def _layer(
+    model: Transformer, layout: Parallelism, train: Training, experts: bool, recompute: str
+) -> tuple[float, float, float, float]:
+    made = layer_tensors(model, layout, train, experts=experts)
+    sums = [0.0, 0.0]
+    for name, size in made.kept(recompute).items():
+        sums[name.endswith("statistics")] += size
+    return sums[0], sums[1], made.rise(recompute), made.put_off()
+
+
+class _Numbers(NamedTuple):
+    """Parameters on a rank: of all but experts, and of these, which ZeRO spreads over fewer ranks."""
+
+    dense: Floats
+    experts: Floats
+
+
+@lru_cache(maxsize=4096)
+def _numbers(model: Transformer, layout: Parallelism, weights: tuple[Weight, ...]) -> tuple[float, float]:
+    sums = [0.0, 0.0]
+    for weight in weights:
+        sums[weight.part == "experts"] += numbers_held(weight, model, layout)
+    return sums[0], sums[1]
+
+
+def numbers_held(weight: Weight, model: Transformer, layout: Parallelism) -> float:
+    """Parameters of a weight on one rank."""
+    if weight.part == "experts":
+        return weight.size / layout.ep / (layout.expert_tp if weight.split != "none" else 1)
+    if weight.split == "none":
+        return weight.size
+    if weight.name.startswith("qkv") and layout.tp > model.keys:  # keys and values of a rank are copies
+        return weight.size * (model.heads / layout.tp + 2) / (model.heads + 2 * model.keys)
+    if weight.part in ("embedding", "head"):
+        return math.ceil(weight.shape[0] / layout.tp) * math.prod(weight.shape[1:])
+    return weight.size / layout.tp
+
+
+class Ranks:
+    """Pipeline ranks of layouts: `row` is the layout of each, and `stage` its place; `split` cuts stages unevenly."""
+
+    tp: Ints
+    pp: Ints
+    v: Ints
+
+    def __init__(
+        self, model: Transformer, train: Training, layouts: pl.DataFrame, row: Ints, stage: Ints,
+        split: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.train, self.layouts, self.row, self.stage = model, train, layouts, row, stage
+        self.number, self.grad_bytes = max(2, SIZE_OF[train.dtype]), SIZE_OF[train.grad_dtype]
+        self.bounds = np.cumsum([0, *split]) if split else None
+        experts = [model.has_experts(layer) for layer in range(model.layers)]
+        self.layer_of = {kind: experts.index(kind) for kind in (False, True) if kind in experts}
+        self.experts_before = np.cumsum([0, *experts])
+        self.tp, self.cp, self.pp, self.v = (self.axis(name) for name in ("tp", "cp", "pp", "chunks"))
+        self.zero, self.micro_batch = self.axis("zero"), self.axis("micro_batch")
+        dp, shard, ep, etp = (self.axis(name) for name in ("dp", "shard", "ep", "etp"))
+        self.replicas = dp * self.cp
+        self.sharded = np.where(self.zero > 0, np.where(shard > 0, shard, self.replicas), 1)
+        self.expert_shards = np.maximum(self.sharded * self.tp / (ep * np.where(etp > 0, etp, self.tp)), 1)
+        self.spread = np.where(self.axis("sequence_parallel"), self.tp, 1)
+        self.tokens: Floats = self.micro_batch * train.seq / self.cp
+        self.count = train.global_batch // (self.micro_batch * dp)
+        self.schedule = self.axis("schedule")
+        self.folded = self.schedule == "zb-v"  # the second chunk goes the ranks back
+        self.apart = self.folded | (self.schedule == "zb-h1")  # weight gradients are passes of their own
+        self.first, self.last = stage == 0, stage == np.where(self.folded, 0, self.pp - 1)
+
+    @classmethod
+    def of(cls, model: Transformer, layout: Parallelism, train: Training, stages: Sequence[int]) -> Ranks:
+        """Some ranks of one layout."""
+        fields = {name: getattr(layout, name) for name in layout.__struct_fields__ if name != "split"}
+        one = pl.DataFrame([fields | {"micro_batch": train.micro_batch, "recompute": train.recompute}])
+        return cls(model, train, one, np.zeros(len(stages), np.int64), np.array(stages), layout.split)
+
+    # Counts, an array with a number for each rank
+
+    def axis(self, name: str) -> NDArray[Any]:
+        """A column of the layouts, for each rank."""
+        return self.layouts[name].to_numpy()[self.row]
+
+    def cells(self, names: Sequence[str], count: Callable[[Parallelism, str], Sequence[float]]) -> Floats:
+        """What depends on some axes alone, counted once for each of their combinations: (k, ranks)."""
+        keys = self.layouts.select(names)
+        distinct = keys.unique(maintain_order=True).with_row_index("cell")
+        of = keys.join(distinct, on=names, how="left", maintain_order="left")["cell"].to_numpy()
+        counted = []
+        for cell in distinct.drop("cell").iter_rows(named=True):
+            recompute = cell.pop("recompute", "none")
+            room = cell.get("ep", 1) * (cell.get("etp", 0) or cell["tp"])
+            counted.append(count(Parallelism(dp=room, **cell), recompute))
+        return np.array(counted, np.float64).T[:, of[self.row]]
+
+    @cached_property
+    def layer(self) -> dict[bool, _Layer]:
+        """A layer without and with experts."""
+        one = msgspec.structs.replace(self.train, micro_batch=1)
+        names = ("tp", "sequence_parallel", "cp", "etp", "recompute")
+        kinds, size = [*self.layer_of], len(_Layer._fields)
+        per = self.cells(
+            names, lambda layout, how: [x for kind in kinds for x in _layer(self.model, layout, one, kind, how)]
+        )
+        return {kind: _Layer(*per[size * i : size * (i + 1)] * self.micro_batch) for i, kind in enumerate(kinds)}
+
+    @cached_property
+    def numbers(self) -> dict[str | bool | tuple[bool, str], _Numbers]:
+        """Parameters of the model's ends, of a layer without and with experts, and what is trained of one."""
+        model, rank = self.model, self.train.lora
+        first = model.first_weights()
+        parts: dict[str | bool | tuple[bool, str], tuple[Weight, ...]] = {
+            "first": first, "last": model.last_weights(), "copy": first[:1] if model.tied else (),
+        }  # fmt: skip
+        for kind, layer in self.layer_of.items():
+            weights = model.weights(layer)
+            parts[kind] = weights
+            parts[kind, "trained"] = tuple(a for w in weights for a in w.adapters(rank)) if rank else weights
+        per = self.cells(
+            ("tp", "ep", "etp"), lambda layout, _: [x for some in parts.values() for x in _numbers(model, layout, some)]
+        )
+        return {name: _Numbers(*per[2 * i : 2 * i + 2]) for i, name in enumerate(parts)}
+
+    def routed(self, begin: Ints, end: Ints) -> Ints:
+        """Layers with experts among some."""
+        count: Ints = self.experts_before[end] - self.experts_before[begin]
+        return count
+
+    def of_layers(self, term: str, begin: Ints, end: Ints) -> Floats:
+        """Bytes of some layers: of a term of `_Layer`."""
+        routed = self.routed(begin, end)
+        counts = {False: end - begin - routed, True: routed}
+        return sum((counts[kind] * getattr(self.layer[kind], term) for kind in self.layer), np.zeros(len(self.row)))
+
+    def kept(self, begin: Ints, end: Ints) -> Parts:
+        """What layers keep of a micro-batch."""
+        return {name: self.of_layers(name, begin, end) for name in ("activations", "bookkeeping")}
+
+    def rise(self, layer: Ints) -> Parts:
+        """What the backward pass of one layer makes."""
+        there = layer.clip(0, self.model.layers - 1)  # a rank may hold none
+        return {"workspace": self.of_layers("rise", there, there + 1)}
+
+    def freed(self, begin: Ints, end: Ints) -> Parts:
+        """What a micro-batch holds less once layers have gone back, but for what weight passes wait for."""
+        waiting = {"activations": self.apart * self.of_layers("put_off", begin, end)}
+        return _sum([_times(self.kept(begin, end), -1), waiting])
+
+    def chunk(self, chunk: Ints | int) -> tuple[Ints, Ints]:
+        """The layers of a chunk of each rank: first, and the one behind the last."""
+        back = self.folded & (chunk == 1)
+        place = np.where(back, 2 * self.pp - 1 - self.stage, chunk * self.pp + self.stage)
+        if self.bounds is not None:
+            return self.bounds[place], self.bounds[place + 1]
+        per = self.model.layers // (self.pp * self.v)
+        return place * per, (place + 1) * per
+
+    @cached_property
+    def layers(self) -> tuple[Ints, Ints]:
+        """Those of the chunk whose backward pass is the first."""
+        (begin, end), (first, behind) = self.chunk(self.v - 1), self.chunk(0)
+        return np.where(begin < end, begin, first), np.where(begin < end, end, behind)
+
+    def in_flight(self, chunk: Ints | int) -> Ints:
+        """Micro-batches whose activations a chunk holds when its rank begins its first backward pass."""
+        pp, v, held = self.pp, self.v, np.minimum(self.pp - self.stage, self.count)
+        passes = np.minimum(2 * (pp - self.stage) - 1 + (v - 1) * pp, v * self.count)
+        turns, rest = np.divmod(passes, pp * v)
+        held = np.where(self.schedule == "interleaved", turns * pp + np.clip(rest - chunk * pp, 0, pp), held)
+        held = np.where(self.schedule == "gpipe", self.count, held)
+        return np.where(self.folded, np.minimum(pp, self.count), held)  # as the first rank of 1F1B, on every rank
+
+    @cached_property
+    def chunks(self) -> tuple[Parts, Ints, Ints, Floats]:
+        """Of all chunks: bytes in flight, layers, those with experts, and what weight passes put off would hold."""
+        kept, put_off = [], np.zeros(len(self.row))
+        count, routed = np.zeros((2, len(self.row)), np.int64)
+        for chunk in range(int(self.v.max())):
+            there = chunk < self.v
+            begin, end = (np.where(there, bound, 0) for bound in self.chunk(np.minimum(chunk, self.v - 1)))
+            kept.append(_times(self.kept(begin, end), self.in_flight(chunk)))
+            count += end - begin
+            routed += self.routed(begin, end)
+            put_off += self.of_layers("put_off", begin, end)
+        return _sum(kept), count, routed, put_off
+
+    def parameters(self, numbers: _Numbers, *, sharded: bool) -> Floats:
+        """Whole, or the shard that ZeRO leaves."""
+        split = numbers.dense / self.sharded + numbers.experts / self.expert_shards
+        return split if sharded else numbers.dense + numbers.experts
+
+    def of_kind(self, *, trained: bool, sharded: bool = False) -> dict[bool, Floats]:
+        """Parameters of a layer of each kind, or what is trained of them."""
+        return {
+            kind: self.parameters(self.numbers[(kind, "trained") if trained else kind], sharded=sharded)
+            for kind in self.layer_of
+        }
+
+    def layers_numbers(self, count: Ints, routed: Ints, *, trained: bool = True, sharded: bool = False) -> Floats:
+        """Parameters of so many layers, of which some have experts."""
+        counts, of = {False: count - routed, True: routed}, self.of_kind(trained=trained, sharded=sharded)
+        return sum((counts[kind] * of[kind] for kind in of), np.zeros(len(self.row)))
+
+    @cached_property
+    def ends(self) -> Floats:
+        """Parameters of embedding and head; a tied head on another rank than the embedding is a copy of it."""
+        copied = self.numbers["copy"].dense * ~self.first
+        numbers: Floats = self.first * self.numbers["first"].dense + self.last * (self.numbers["last"].dense + copied)
+        return numbers
+
+    @cached_property
+    def trained_ends(self) -> Floats:
+        """What is trained of them: no adapter is there."""
+        return np.zeros_like(self.ends) if self.train.lora else self.ends
+
+    def largest(self, *, trained: bool = False) -> Floats:
+        """Parameters of the largest layer, or what is trained of them."""
+        _, count, routed, _ = self.chunks
+        there, of = {False: routed < count, True: routed > 0}, self.of_kind(trained=trained)
+        most: Floats = np.maximum.reduce([there[kind] * of[kind] for kind in of])
+        return most
+
+    # Bytes by class
+
+    def lasting(self) -> Parts:
+        """What is there throughout a step."""
+        train, zero = self.train, self.zero
+        _, count, routed, _ = self.chunks
+        whole, shard, frozen, frozen_shard = (
+            ends / (self.sharded if cut else 1) + self.layers_numbers(count, routed, trained=trained, sharded=cut)
+            for trained, ends in ((True, self.trained_ends), (False, self.ends))
+            for cut in (False, True)
+        )
+        master = 4.0 if train.master and self.number < 4 else 0.0
+        weights = np.where(zero == 3, shard * (master or self.number), whole * self.number)
+        if train.lora:  # else what is trained is all there is
+            weights = weights + np.where(zero == 3, frozen_shard, frozen) * self.number
+        states = 4.0 * OPTIMIZER_STATES[train.optimizer] + np.where(zero < 3, master, 0.0)
+        return {
+            "weights": weights,
+            "gradients": np.where(zero >= 2, shard, whole) * self.grad_bytes,
+            "optimizer": np.where(zero > 0, shard, whole) * states,
+            "buffers": self.buffers(whole),
+        }
+
+    def buffers(self, whole: Floats) -> Floats:
+        """Of messages between stages, keys and values of other ranks, and gradients in buckets."""
+        model, train = self.model, self.train
+        message = model.hidden * self.number * self.tokens / self.spread
+        pair = self.tokens * self.number * np.maximum(model.keys / self.tp, 1) * (model.head + model.head_v)
+        rings = np.where(self.axis("cp_mode") == "ring", 2, self.cp)
+        copied: Floats = (train.bucket_copies & (self.replicas > 1) & (self.zero < 2)) * self.number * whole
+        return copied + 2 * message * (self.pp > 1) + rings * pair * (self.cp > 1)
+
+    def gathered(self, layers: int, made: Floats | float, copied: Floats | float) -> Parts:
+        """What ZeRO 2 and 3 have beside their shards: gathered weights, gradients that are `made`, a copy to reduce.
+
+        As FSDP does: embedding and head stay gathered, a layer's gradients are reduced when it is done, from a copy in
+        the format of reduction that lasts until the next layer is done.
+        """
+        begin, end = self.layers
+        held = (self.ends + np.minimum(layers, end - begin) * self.largest()) * (self.zero == 3)
+        there = (self.zero >= 2) & (self.sharded > 1)
+        return {"buffers": there * (self.number * (held + made) + copied * self.grad_bytes)}
+
+    def unfused(self, numbers: Floats) -> Parts:
+        """Gradients of a micro-batch in the format of compute, before they are added to those that last."""
+        return {"gradients": numbers * self.number * ((self.zero < 2) & (not self.train.fused_grads))}
+
+    def held(self) -> Parts:
+        """What micro-batches in flight keep."""
+        kept, _, _, put_off = self.chunks
+        ids = _times(self.embedded(), self.in_flight(0))
+        waiting = np.minimum(self.pp, self.count) - self.in_flight(0)
+        # With zb-h1 a rank puts off weight gradients until it holds as much as the first.
+        return _sum([kept, ids, {"activations": (self.schedule == "zb-h1") * waiting * put_off}])
+
+    def embedded(self) -> Parts:
+        """What the embedding keeps of a micro-batch: token ids, and its mask."""
+        mask = self.train.dropout * self.model.hidden / self.spread
+        return {"bookkeeping": self.first * self.tokens * (8 + mask)}
+
+    @property
+    def hidden_bytes(self) -> tuple[Floats, Floats, Floats]:
+        """Of one tensor of hidden states, whole and in this rank's part, and of what the head keeps."""
+        whole = self.tokens * self.model.hidden * self.number
+        part = whole / self.spread
+        needed = 0.0 if self.train.lora else part if self.train.regather else whole  # by the gradient of the head
+        return whole, part, part + needed
+
+    @property
+    def logits(self) -> Floats:
+        """Numbers of a micro-batch on a rank."""
+        return np.ceil(self.model.vocab / self.tp) * self.tokens
+
+    def kept_logits(self) -> Parts:
+        """What the head and the loss keep of a micro-batch."""
+        return {"logits": self.last * (4.0 * self.logits + self.hidden_bytes[2])}
+
+    def one_loss(self) -> Parts:
+        """What the loss has beyond that."""
+        return {"logits": self.last * (self.train.logit_bytes - 4.0) * self.logits}
+
+    def head(self) -> Parts:
+        """What the backward pass of the head makes and needs."""
+        whole, part, inputs = self.hidden_bytes
+        anew = (1 + self.train.regather) * whole * (part < whole)  # its gradient gathered, and again its input
+        gradient = np.ceil(self.model.vocab / self.tp) / self.model.hidden * whole
+        return {"logits": inputs + gradient, "workspace": anew + part}
+
+    def moments(self) -> Iterator[tuple[str, NDArray[np.bool_], Parts]]:
+        """What passes, by class, at each moment that may be the peak, and which ranks have it."""
+        held, ahead, largest = self.held(), 1 + self.train.prefetch, self.largest(trained=True)
+        (begin, end), (_, count, routed, _) = self.layers, self.chunks
+        ends, head, some = self.trained_ends, self.trained_ends * self.last, begin < end
+        logits = _sum([_times(self.kept_logits(), self.in_flight(self.v - 1)), self.one_loss()])
+        yield "loss", self.last, _sum([held, logits, self.gathered(0, 0.0, 0.0)])
+        yield "head", self.last, _sum([held, self.head(), self.unfused(head), self.gathered(ahead, head, 0.0)])
+        rise = self.rise(end - 1)
+        yield "backward", some, _sum([held, rise, self.unfused(head), self.gathered(ahead, head, 0.0)])
+        gone = [self.freed(end - some, end), self.rise(end - 2)]
+        yield "next layer", end - begin > 1, _sum([held, *gone, self.gathered(ahead, head, largest)])
+        made = head + self.layers_numbers(count - some, routed - self.routed(begin, begin + some))
+        gone = [self.freed(begin + some, end), self.rise(begin), self.unfused(made)]
+        yield "gradients", some, _sum([held, *gone, self.gathered(1, head, largest)])
+        gone = [self.freed(begin, end), self.unfused(ends + self.layers_numbers(count, routed))]
+        yield "last gradients", np.full(len(some), fill_value=True), _sum([held, *gone, self.gathered(0, ends, ends)])
+
+    def most(self) -> Floats:
+        """Most bytes in use."""
+        passing = [np.where(there, total(parts), 0.0) for _, there, parts in self.moments()]
+        most: Floats = total(self.lasting()) + np.maximum.reduce(passing)
+        return most
+
+    def peak(self) -> tuple[NDArray[np.str_], Parts]:
+        """The moment of each rank when most is in use, and bytes by class at it."""
+        names, there, parts = zip(*self.moments(), strict=True)
+        totals = [np.where(own, total(part), -np.inf) for own, part in zip(there, parts, strict=True)]
+        at, ranks = np.argmax(totals, axis=0), np.arange(len(self.row))
+        zero = np.zeros(len(self.row))
+        passing = {name: np.stack([part.get(name, zero) for part in parts])[at, ranks] for name in CLASSES}
+        return np.array(names)[at], _sum([passing, self.lasting()])
+
+    def changes(
+        self, begin_ns: int, end_ns: int, passes: Iterable[tuple[int, int | None, str, int, int]]
+    ) -> Iterator[tuple[int, Parts]]:
+        """When what is in use on a rank changes, and by how much, of passes: micro-batch, layer, phase, begin and end.
+
+        Nothing changes when the step ends, which is told too.
+        """
+        unfused: dict[int, list[tuple[int, Parts]]] = {}
+        yield begin_ns, self.lasting()
+        yield end_ns, {"weights": np.zeros(1)}
+        yield begin_ns, self.gathered(1 + self.train.prefetch, self.trained_ends, self.largest(trained=True))
+        for micro_batch, layer, phase, first_ns, last_ns in passes:
+            kept, rise, put_off, numbers = self._of_head() if layer is None else self._of_layer(np.array([layer]))
+            waiting = {"activations": self.apart * put_off}
+            if phase == "forward":
+                yield last_ns, kept
+            elif phase == "backward":
+                yield first_ns, rise
+                yield last_ns, _sum([waiting, _times(kept, -1), _times(rise, -1)])
+                unfused.setdefault(micro_batch, []).append((last_ns, self.unfused(numbers)))
+            else:
+                yield last_ns, _times(waiting, -1)
+        for made_at in unfused.values():
+            yield from made_at
+            yield max(at_ns for at_ns, _ in made_at), _times(_sum([made for _, made in made_at]), -1)
+
+    def _of_head(self) -> tuple[Parts, Parts, Floats, Floats]:
+        """What a pass outside of the layers keeps, makes and puts off, and numbers whose gradients it makes."""
+        return self.kept_logits(), self.one_loss(), np.zeros(1), self.trained_ends
+
+    def _of_layer(self, layer: Ints) -> tuple[Parts, Parts, Floats, Floats]:
+        """The same of a layer, the first of all with what the embedding keeps."""
+        of, first = (layer, layer + 1), (layer == self.chunk(0)[0]).astype(np.float64)
+        kept = _sum([self.kept(*of), _times(self.embedded(), first)])
+        numbers = self.layers_numbers(np.ones(1, np.int64), self.routed(*of))
+        return kept, self.rise(layer), self.of_layers("put_off", *of), numbers
+
+
+def _sum(parts: Sequence[Parts]) -> Parts:
+    found: Parts = {}
+    for part in parts:
+        for name, size in part.items():
+            found[name] = found[name] + size if name in found else size
+    return found
+
+
+def _times(part: Parts, factor: Any) -> Parts:
+    return {name: factor * size for name, size in part.items()}
+
+
+def total(part: Parts) -> Floats:
+    """Bytes of all classes."""
+    every: Floats = sum(part.values(), np.zeros(1))
+    return every
