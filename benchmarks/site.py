@@ -70,7 +70,7 @@ def render(notebook: Path, out: Path, *, execute: bool = True) -> Path:
     """Write a notebook as an HTML page that needs no network, executed first; panels become a line of text."""
     read = nbformat.read(notebook, 4)
     if execute:
-        ExecutePreprocessor(timeout=900, kernel_name="python3").preprocess(
+        ExecutePreprocessor(timeout=None, kernel_name="python3").preprocess(
             read, {"metadata": {"path": notebook.parent}}
         )
     for output in (output for cell in read.cells for output in cell.get("outputs", ())):
@@ -117,8 +117,17 @@ def gallery_page() -> str:
         "Drawn from bundled data; live [in light](gallery/light.html) and [in dark](gallery/dark.html).",
     ]
     for name, entry in gallery.GALLERY.items():
-        parts += [f"## {entry.question}", f"```python\n{entry.call}\n```", f"![{name}](gallery/light/{name}.png)"]
+        parts += [
+            f"## {entry.question}",
+            f"```python\n{entry.call}\n```",
+            f"![{_alt(name, entry)}](gallery/light/{name}.png)",
+        ]
     return "\n\n".join(parts) + "\n"
+
+
+def _alt(name: str, entry: gallery.Entry) -> str:
+    """What a picture of the gallery is, for who cannot see it."""
+    return f"{name.replace('_', ' ').capitalize()}: a chart that answers the question above, {entry.question}"
 
 
 def sources(out: Path, notebooks: Path, drawn: Path) -> dict[str, Any]:

@@ -445,6 +445,7 @@ def test_a_notebook_gets_what_jupyterlab_draws_and_a_png(result, monkeypatch, st
     if static == "1":
         assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")
         assert 300 < metadata["image/png"]["width"] < 700
+        assert metadata["image/png"]["alt"].startswith(spec_of(timeline(result, width_px=300))["title"]["text"])
 
 
 def pixels(png: bytes) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gallery import GALLERY, main
 from lumos_nb import charts
-from lumos_nb.charts.rendering import in_theme
+from lumos_nb.charts.rendering import described, in_theme
 from lumos_nb.charts.style import EDGE, INK
 
 
@@ -59,3 +59,17 @@ def test_a_notebook_gets_the_theme_that_is_asked_for(monkeypatch):
     assert "background" not in json.dumps(charts.mime_bundle(spec)[0])
     monkeypatch.setenv("LUMOS_NB_THEME", "dark")
     assert charts.mime_bundle(spec)[0][charts.JUPYTERLAB_MIME]["config"]["background"] == "#111111"
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"title": "Time"}, "Time"),
+        ({"title": {"text": ["Two", "lines"], "subtitle": "in ms"}}, "Two lines. in ms"),
+        ({"hconcat": [{"mark": "bar"}, {"spec": {"title": {"text": "Inner"}}}]}, "Inner"),
+        ({"mark": "bar"}, "a chart"),
+    ],
+    ids=["a line", "title and subtitle", "the first part that has one", "none"],
+)
+def test_a_picture_is_described_by_its_title(spec, said):
+    assert described(spec) == said

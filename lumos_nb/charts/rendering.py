@@ -21,6 +21,8 @@ JUPYTERLAB_MIME = "application/vnd.vegalite.v5+json"
 """JupyterLab 4 brings Vega-Lite 5, which draws these charts; altair's own type it ignores, and nbformat refuses it."""
 
 
+UNTITLED = "a chart"
+"""What is said of the picture of a chart without a title."""
 _PAPER, _LETTERS, _LINES = "#111111", "#DDDDDD", "#444444"
 _LABELS = {"labelColor": _LETTERS, "titleColor": _LETTERS}
 DARK = {
@@ -75,8 +77,18 @@ def mime_bundle(spec: dict[str, Any], *, still: bool = True, **_options: Any) ->
         return bundle, {}
     png = to_png(spec)
     width, height = struct.unpack(">II", png[16:24])
-    size = {"width": width // 2, "height": height // 2}
-    return {**bundle, "image/png": base64.b64encode(png).decode()}, {"image/png": size}
+    seen = {"width": width // 2, "height": height // 2, "alt": described(spec)}
+    return {**bundle, "image/png": base64.b64encode(png).decode()}, {"image/png": seen}
+
+
+def described(spec: dict[str, Any]) -> str:
+    """What a chart's picture shows, for who cannot see it: its title and subtitle, else those of its parts."""
+    title = spec.get("title", "")
+    lines = [title.get("text", ""), title.get("subtitle", "")] if isinstance(title, dict) else [title]
+    text = ". ".join(" ".join(line) if isinstance(line, list) else line for line in lines if line)
+    parts = [part for key in ("hconcat", "vconcat", "concat", "layer") for part in spec.get(key, ())]
+    inner = (described(part) for part in (*parts, *([spec["spec"]] if "spec" in spec else ())))
+    return text or next((found for found in inner if found != UNTITLED), UNTITLED)
 
 
 def to_png(chart: alt.TopLevelMixin | dict[str, Any], *, scale: float = 2, theme: Theme = "light") -> bytes:
