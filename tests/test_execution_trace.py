@@ -286,3 +286,69 @@ def test_damage_is_told_by_our_own_errors(tmp_path: Path, data: st.DataObject) -
     except LumosError as error:
         told = str(error)
     assert str(path) in told
+
+
+@st.composite
+def gloo_threads(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[int, int]]:
+    """Nodes of a thread that issues to gloo, as torch's observer writes them, and the true parent of each call."""
+    nodes, truth, stack, open_calls, records = [], {}, [2], [], []
+    rf_id = 100
+
+    def enter(rf: int) -> int:
+        stack.append(10 + rf)
+        return stack[-2]
+
+    def leave(rf: int, name: str, parent: int) -> None:
+        if len(stack) > 1:
+            stack.pop()  # whatever is on top, as the observer does
+        nodes.append(node(10 + rf, parent, name, rf_id=rf, op_schema=f"{name}()"))
+
+    for what in draw(st.lists(st.sampled_from(["call", "return", "issue", "end"]), max_size=40)):
+        if what == "call" or what == "issue":
+            rf_id += 1
+            truth[10 + rf_id] = 10 + open_calls[-1][0] if open_calls else 2
+            open_calls.append((rf_id, "c10d::allreduce_" if what == "issue" else "aten::mm", enter(rf_id)))
+            if what == "issue":
+                rf_id += 1
+                truth[10 + rf_id] = 10 + rf_id - 1
+                records.append((rf_id, "gloo:all_reduce", enter(rf_id)))
+                leave(*open_calls.pop())
+        elif what == "return" and open_calls:
+            leave(*open_calls.pop())
+        elif what == "end" and records:
+            leave(*records.pop(draw(st.integers(0, len(records) - 1))))
+    for left in (*reversed(open_calls), *records):
+        leave(*left)
+    thread = node(2, 1, "[pytorch|profiler|execution_trace|thread]", scope=7, rf_id=0)
+    process = node(1, 1, "[pytorch|profiler|execution_trace|process]", scope=7, tid=0, rf_id=0)
+    return [thread, *nodes, process], truth
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(gloo_threads())
+def test_parents_that_gloo_muddles_are_mended(
+    tmp_path: Path, case: tuple[list[dict[str, Any]], dict[int, int]]
+) -> None:
+    nodes, truth = case
+    et = load_execution_trace(write(tmp_path / "et.json", nodes))
+    assert dict(et.nodes.filter(pl.col("node_id") > 2).select("node_id", "parent").iter_rows()) == truth
+    changed = sum(truth[one["id"]] != one["ctrl_deps"] for one in nodes if one["id"] > 2)
+    assert et.notes["count"].sum() == changed
+
+
+def test_the_order_of_calls_gives_the_parents_of_published_traces(traces: Path, tmp_path: Path) -> None:
+    """Where the parents are right: a record of gloo's put beside them changes none."""
+    for name in ("param/1.0.3-chakra.0.0.4/resnet_1gpu_et.json.gz", "param/1.1.0-chakra.0.0.4/resnet_2gpu_et.json.gz"):
+        whole = json.loads(gzip.decompress((traces / name).read_bytes()))
+        said = load_execution_trace(traces / name).nodes
+        last = max(one["id"] for one in whole["nodes"])
+        thread = next(one for one in said.iter_rows(named=True) if one["kind"] == "thread")
+        for tid in said["thread"].unique():
+            last += 1
+            more = node(last, thread["node_id"], "gloo:send", rf_id=10**9, tid=tid, op_schema="gloo")
+            for side in ("inputs", "outputs"):  # as its schema has them
+                more[side] = {name: [] for name in whole["nodes"][0][side]}
+            whole["nodes"].append(more)
+        et = load_execution_trace(write(tmp_path / "et.json", whole["nodes"], whole["schema"]))
+        both = said.join(et.nodes, on="node_id", how="left")
+        assert both.filter(pl.col("parent") != pl.col("parent_right")).is_empty()

@@ -46,6 +46,8 @@ _SAID = {"forward_parent": "fw_parent", "sequence": "seq_id", "thread": "tid", "
 ATTRIBUTE_OF = {name: _SAID.get(name, name) for name in list(NODES)[4:14]}
 """Column -> the attribute that it holds."""
 
+_GLOO = "gloo:"
+_NO_CALL = ("process", "thread", "group", "device", None)
 _USER_SCOPE = 7  # of torch's RecordScope
 _FRAME = r"^\[pytorch\|profiler\|execution_(?:trace|graph)\|(process|thread)\]$"
 _VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:-chakra\.[\d.]+)?")
@@ -286,3 +288,55 @@ def with_checked_parents(frame: pl.DataFrame) -> tuple[pl.DataFrame, int]:
         node_id, name, parent = frame["node_id"][int(circle[0])], frame["name"][int(circle[0])], parents[int(circle[0])]
         raise TraceError(f"node {node_id} ({name}) is its own ancestor, through its parent {parent}.")
     return frame.with_columns(parents), int(len(ids) - here.sum() - parents.null_count())
+
+
+def with_mended_parents(frame: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """Parents as calls were nested where gloo's records have muddled them, and how many these are.
+
+    The observer keeps a stack of what is open on each thread. A record of gloo's is put on the stack of the thread that
+    issues, and its end, from another thread, takes off whatever is on top: so what follows lies under calls that have
+    ended, or beside the call that holds it. But nodes are written when they end, and record functions are numbered when
+    they begin, so both orders together say what held what. On traces without such records that gives the file's parents.
+    """
+    is_gloo = frame["name"].str.starts_with(_GLOO)
+    muddled = frame.filter(is_gloo)["thread"].unique().drop_nulls()
+    if muddled.is_empty():
+        return frame, 0
+    called = pl.col("thread").is_in(muddled.implode()) & (pl.col("rf_id") > 0) & ~pl.col("kind").is_in(_NO_CALL)
+    calls = frame.filter(called).select("thread", "rf_id", "node_id", "parent", "name")
+    kinds = dict(frame.select("node_id", "kind").iter_rows())
+    roots = {thread: up for thread, up in calls.select("thread", "parent").iter_rows() if kinds.get(up) == "thread"}
+    parents = _nested(calls.filter(~pl.col("name").str.starts_with(_GLOO))) | _issuers(calls)
+    mended: dict[int, int] = {}
+    for thread, node, said in calls.select("thread", "node_id", "parent").iter_rows():
+        if (up := parents.get(node)) is None:  # what no call holds lies under its thread
+            up = said if kinds.get(said) in _NO_CALL else roots.get(thread, said)
+        if up != said:
+            mended[node] = up
+    new = pl.col("node_id").replace_strict(mended, default=pl.col("parent"), return_dtype=pl.Int64)
+    return frame.with_columns(parent=new), len(mended)
+
+
+def _nested(calls: pl.DataFrame) -> dict[int, int | None]:
+    """The call that holds each, of calls in the order of their ends; None where none does."""
+    ended: dict[int, list[tuple[int, int]]] = {}
+    parents: dict[int, int | None] = {}
+    for thread, began, node in calls.select("thread", "rf_id", "node_id").iter_rows():
+        before = ended.setdefault(thread, [])
+        while before and before[-1][0] > began:
+            parents[before.pop()[1]] = node
+        before.append((began, node))
+        parents[node] = None
+    return parents
+
+
+def _issuers(calls: pl.DataFrame) -> dict[int, int]:
+    """The operator that issued each of gloo's records: the call that began just before it on its thread."""
+    issuers: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for thread, node, name in calls.sort("rf_id").select("thread", "node_id", "name").iter_rows():
+        if not name.startswith(_GLOO):
+            last[thread] = node
+        elif thread in last:
+            issuers[node] = last[thread]
+    return issuers

@@ -19,6 +19,7 @@ from lumos_nb.traces.execution_nodes import (
     read_file,
     sides,
     with_checked_parents,
+    with_mended_parents,
 )
 from lumos_nb.traces.export import Tables
 from lumos_nb.traces.files import files_of
@@ -161,8 +162,13 @@ def _read(file: Path, shown: Path) -> ExecutionTrace:
     rows = node_rows(nodes, attributes, ids)
     arguments = tables.arguments(ids, *sides(nodes))
     tensors = tables.tensors(arguments)
+    rows, mended = with_mended_parents(rows)
     rows, lost = with_checked_parents(rows)
     notes = [("parents", lost, "nodes whose parent is not in the file: taken for roots")] if lost else []
+    if mended:
+        notes.append(
+            ("parents", mended, "nodes whose parent gloo's records had muddled: by the order of calls instead")
+        )
     return ExecutionTrace(
         rows,
         arguments,
