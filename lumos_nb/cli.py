@@ -189,4 +189,4 @@ def _check(arguments: argparse.Namespace) -> str:
     said = load_prediction(arguments.prediction)
     with progress() as say:
         outcome = ln.check_prediction(said, load(arguments.run, arguments.jobs, say), ledger=arguments.ledger)
-    return msgspec.json.format(msgspec.json.encode(outcome)).decode() if arguments.json else str(outcome)
+    return as_json(msgspec.to_builtins(outcome)) if arguments.json else str(outcome)

@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import lumos_nb as ln
+from lumos_nb.errors import harmless
+
+KEPT = "\n\t"
+"""What of the characters that control a terminal is printed."""
 
 Verb = Callable[[argparse.Namespace], str | tuple[str, int]]
 """Returns what is to be printed, with the exit code unless that is 0."""
@@ -59,8 +63,8 @@ def count(text: str) -> int:
 
 
 def as_json(rows: object) -> str:
-    """Rows as JSON text."""
-    return json.dumps(rows, indent=1, ensure_ascii=False, allow_nan=False)
+    """Rows as JSON text, in ASCII: no name in it can steer a terminal."""
+    return json.dumps(rows, indent=1, allow_nan=False)
 
 
 def written_files(arguments: argparse.Namespace, written: Sequence[Path], said: object = "") -> str:
@@ -74,13 +78,13 @@ def written_files(arguments: argparse.Namespace, written: Sequence[Path], said: 
 
 
 def print_whole(text: str) -> None:
-    """All of a report at once; what the terminal's encoding lacks becomes a question mark."""
+    """All of a report at once, without what steers a terminal; what its encoding lacks becomes a question mark."""
     if sys.stdout is None:  # closed before the start
         raise OSError("standard output is closed; the report has no place to go")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
-        sys.stdout.write(f"{text}\n")
+        sys.stdout.write(f"{harmless(text, KEPT)}\n")
         sys.stdout.flush()
     except OSError:  # or Python tries once more when it ends, and says so
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -91,7 +95,8 @@ def tell(text: str) -> None:
     """Write to standard error, on a terminal in the place of what was being done; nowhere where it is closed."""
     if sys.stderr is None:
         return
-    sys.stderr.write(f"\r\x1b[K{text}" if sys.stderr.isatty() else text)
+    shown = harmless(text, KEPT)
+    sys.stderr.write(f"\r\x1b[K{shown}" if sys.stderr.isatty() else shown)
     sys.stderr.flush()
 
 

@@ -18,6 +18,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import IO
+
+from isal import igzip
 
 from lumos_nb.errors import LumosError, named
 
@@ -60,6 +63,17 @@ def whole(path: str | Path, error: type[LumosError] = LumosError) -> Iterator[Pa
         _sync(path.parent)
     except OSError as why:
         raise error(f"{path} cannot be written: {why.strerror or why}. Give a file in a folder that is there.") from why
+
+
+@contextmanager
+def whole_file(path: Path, error: type[LumosError] = LumosError) -> Iterator[IO[bytes]]:
+    """As `whole`, open, and packed if the name ends in .gz: into the same bytes whenever that is."""
+    with whole(path, error) as part, part.open("wb") as file:
+        if path.suffix != ".gz":
+            yield file
+        else:
+            with igzip.IGzipFile("", "wb", mtime=0, fileobj=file) as packed:
+                yield packed
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import polars as pl
 from lumos_nb.display import Shown
 from lumos_nb.errors import TraceError, named
 from lumos_nb.traces.perfetto import HasEvents, write_perfetto
-from lumos_nb.whole_files import whole
+from lumos_nb.whole_files import whole_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def write_table(table: pl.DataFrame, path: Path) -> None:
     """Write Parquet to just this path: polars would take ~ for the user's home."""
-    with whole(path, TraceError) as part, part.open("wb") as file:
+    with whole_file(path, TraceError) as file:
         table.write_parquet(file)
 
 

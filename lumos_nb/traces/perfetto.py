@@ -7,19 +7,18 @@ do so go to a further thread of it. Its ids start at 1, for process and thread 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import IO, Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import msgspec
 import numpy as np
 import polars as pl
-from isal import igzip
 
 from lumos_nb.errors import TraceError, named
 from lumos_nb.schema import EVENTS, OPS, require
-from lumos_nb.whole_files import whole
+from lumos_nb.whole_files import whole_file
 
 _BATCH = 50_000
 _ROLES = ("", "measured", "replayed", "trace")
@@ -134,18 +133,12 @@ def write_perfetto(source: HasOps | HasEvents, path: str | Path, *, run: HasEven
     records = chain(_names(threads), *(_drawn(table, zero_ns) for table in tables))
     if replayed is not None:
         records = chain(records, _arrows(replayed.path, tables[1], zero_ns))
-    open_file: Callable[..., IO[bytes]] = igzip.open if path.suffix == ".gz" else open
-    with whole(path, TraceError) as part:
-        _write(open_file, part, zero_ns, records)
-    return path
-
-
-def _write(open_file: Callable[..., IO[bytes]], path: Path, zero_ns: int, records: Iterator[_Record]) -> None:
-    with open_file(path, "wb") as file:
+    with whole_file(path, TraceError) as file:
         file.write(b'{"displayTimeUnit":"ns","baseTimeNanoseconds":%d,"traceEvents":[\n' % zero_ns)
         for n, batch in enumerate(_batches(records)):
             file.write(b",\n" * (n > 0) + msgspec.json.encode(batch)[1:-1])
         file.write(b"\n]}\n")
+    return path
 
 
 def _batches(records: Iterator[_Record]) -> Iterator[list[_Record]]:

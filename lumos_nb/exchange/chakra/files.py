@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import numpy as np
 import polars as pl
-from isal import igzip
 
-from lumos_nb.errors import ChakraError, named
+from lumos_nb.errors import UNDECODABLE, ChakraError, named
 from lumos_nb.exchange.chakra import _wire_kernels as wire
 from lumos_nb.exchange.chakra import json_files
 from lumos_nb.exchange.chakra.tables import NODES, Nodes, decoded, encoded, parsed
 from lumos_nb.traces.json_stream import Blocks
-from lumos_nb.whole_files import whole
+from lumos_nb.whole_files import whole, whole_file
 
 CHUNK_BYTES = 1 << 22
 """Of messages decoded at a time, unless one is longer."""
@@ -145,10 +143,9 @@ def write_file(nodes: Nodes, path: str | Path) -> Path:
     if not isinstance(nodes, Nodes):
         raise ChakraError(f"this writes Nodes, not a {type(nodes).__name__}: ln.chakra.Nodes.of(table) makes them.")
     path = named(path, ChakraError)
-    opened: Callable[..., IO[bytes]] = igzip.open if path.suffix == ".gz" else open
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     parts = json_files.lines(nodes, kind) if kind in json_files.SUFFIXES else _messages(nodes)
-    with whole(path, ChakraError) as part, opened(part, "wb") as file:
+    with whole_file(path, ChakraError) as file:
         file.writelines(parts)
     return path
 
@@ -205,7 +202,7 @@ def read_groups(path: str | Path) -> dict[str, list[int]]:
         raise ChakraError(f"{path} holds {files[0].name} and {files[1].name}; one file lists the groups of a job.")
     try:
         return msgspec.json.decode(files[0].read_bytes(), type=dict[str, list[int]])
-    except (msgspec.MsgspecError, OSError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise ChakraError(f'{files[0]}: {error}; write groups as {{"0": [0, 1], "1": [2, 3]}}.') from error
 
 
