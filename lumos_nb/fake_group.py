@@ -23,28 +23,13 @@ import polars as pl
 
 from lumos_nb.display import Shown
 from lumos_nb.errors import CaptureError
-from lumos_nb.labels import FUNCTIONAL_OPS, bytes_in, resolve_group, tensors_in
+from lumos_nb.labels import FUNCTIONAL_OPS, GROUP_METHODS, bytes_in, resolve_group, tensors_in
 
 C10D_OPS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
+    **{f"{method}_": collective for method, collective in GROUP_METHODS.items()},
+    "send": "send",
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
-    "send": "send",
-    "recv_": "recv",
     "recv_any_source_": "recv",
 }
 """Ops of torch.ops.c10d and the collective that each issues."""

@@ -64,44 +64,6 @@ def _step_of(source: HasOps | Run) -> HasOps:
     return source
 
 
-def step_intervals(source: HasOps | Run) -> pl.DataFrame:
-    """The interval of the last step in the op table, on each rank.
-
-    It runs from the end of the rank's work of the step before (its boundary ops) to the end of its work of the step,
-    counting device ops, or all ops on a rank that has none. A rank without ops of the step before, as in a generated
-    workload, begins where the table begins.
-
-    Returns
-    -------
-    DataFrame
-        One row a rank: `rank`, `on_device` (it has device ops), `begin_ns`, `end_ns`.
-    """
-    return _intervals(_numbered(_step_of(source).ops))
-
-
-def attribute(source: HasOps | Run) -> pl.DataFrame:
-    """Give every nanosecond of each rank's step to one part and at most one op.
-
-    Parts go in the order of `PARTS`. Among the ops of one part, an instant belongs to the op that began first, and
-    overlapped time to the kernel, not to the transfer. A wait belongs to the collective that waited.
-
-    Parameters
-    ----------
-    source : Graph or Result
-        Measured or replayed ops; the last step in the table is the one attributed.
-
-    Returns
-    -------
-    DataFrame
-        `rank`, `part`, `op_id` (null where nothing runs), `time_ns`; by rank the times sum exactly to the step. In the
-        order of the op table.
-    """
-    ops = _step_of(source).ops
-    op_id = ops["op_id"]
-    pieces = _attributed(ops).sort("rank", "row", "part")
-    return pieces.select("rank", "part", op_id.gather(pieces["row"]), "time_ns")
-
-
 def breakdown(source: HasOps | Run, *, by: str = "rank") -> pl.DataFrame:
     """Where the step's time goes on each rank, in parts that sum exactly to it.
 
@@ -280,7 +242,12 @@ def _numbered(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _intervals(ops: pl.DataFrame, last_step: int | None = None, begin_ns: int | None = None) -> pl.DataFrame:
-    """`step_intervals` of numbered ops."""
+    """The interval of the last step on each rank: `rank`, `on_device` (it has device ops), `begin_ns`, `end_ns`.
+
+    It runs from the end of the rank's work of the step before (its boundary ops) to the end of its work of the step,
+    counting device ops, or all ops on a rank that has none. A rank without ops of the step before, as in a generated
+    workload, begins where the table begins.
+    """
     last_step = ops.select(pl.max("step")).item() if last_step is None else last_step
     begin = pl.lit(ops["start_ns"].min() if begin_ns is None else begin_ns, pl.Int64)
     if last_step is None:

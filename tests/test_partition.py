@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lumos_nb.critical_path import replay
 from lumos_nb.errors import GraphError, LumosError, SchemaError
 from lumos_nb.graph import Graph
-from lumos_nb.partition import LEVELS, PARTS, activity, attribute, breakdown, compare, step_intervals
+from lumos_nb.partition import LEVELS, PARTS, _intervals, _numbered, activity, breakdown, compare
 from lumos_nb.schema import EDGES, OPS
 
 CPU, MAIN, COMMS = "cpu:1", "gpu0:7", "gpu0:20"
@@ -45,6 +45,16 @@ def parts_of(source: Workload, rank: int = 0) -> dict[str, int]:
     """The parts of a rank that take any time."""
     rows = breakdown(source).filter((pl.col("rank") == rank) & (pl.col("time_ns") > 0))
     return dict(rows.select("part", "time_ns").iter_rows())
+
+
+def attribute(source: Workload) -> pl.DataFrame:
+    """Time of each op in each part, and of none where nothing runs."""
+    return breakdown(source, by="op_id").select("rank", "part", "op_id", "time_ns")
+
+
+def step_intervals(source: Workload) -> pl.DataFrame:
+    """When the step begins and ends on each rank."""
+    return _intervals(_numbered(source.ops))
 
 
 ARRIVED = op("event", 2, 0, COMMS, collective="all_reduce")

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.schedule_graphs import as_graph
+from benchmarks.schedule_graphs import as_graph, dependencies
 from benchmarks.schedule_prediction import in_chunks, schedule_rows
 from lumos_nb import replay
 from lumos_nb.errors import GraphError, InputError, LayoutError
-from lumos_nb.workloads.llm.schedule import CHUNKS, PHASES, dependencies, schedule
+from lumos_nb.workloads.llm.schedule import CHUNKS, PHASES, schedule
 from tests.schedule_forms import bubble_ns, in_flight
 
 LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}

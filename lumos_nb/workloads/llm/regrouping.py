@@ -17,7 +17,7 @@ from lumos_nb.errors import LayoutError
 from lumos_nb.graph import Graph
 from lumos_nb.workloads.llm.layer_search import OUTSIDE
 from lumos_nb.workloads.llm.reading import Setup
-from lumos_nb.workloads.llm.schedule import dependencies, schedule
+from lumos_nb.workloads.llm.schedule import schedule
 from lumos_nb.workloads.llm.splicing import PLAN
 from lumos_nb.workloads.llm.structure import MESSAGE, Structure
 
@@ -228,11 +228,13 @@ def with_messages(graph: Graph, passes: pl.DataFrame, ends: pl.DataFrame, messag
     message_ns
         How long a message takes.
     """
-    about = passes.with_row_index("row").select(pl.col("row").cast(pl.Int64), "phase", "stage", "micro_batch")
-    links = dependencies(passes).filter("message").select(pl.col("src", "dst").cast(pl.Int64))
-    links = links.join(ends.rename({"row": "src"}).drop("first"), on="src").join(
-        ends.select(dst="row", into="first"), on="dst"
-    ).join(about.rename({"row": "src"}), on="src").join(about.select(dst="row", to="stage"), on="dst")  # fmt: skip
+    at = passes.with_row_index("row").select(pl.col("row").cast(pl.Int64), "phase", "stage", "micro_batch", "depth")
+    before = pl.col("depth") + pl.when(pl.col("phase") == "forward").then(-1).otherwise(1)
+    links = at.select("phase", "micro_batch", depth=before, dst="row", to="stage").join(
+        at.rename({"row": "src"}), on=["phase", "micro_batch", "depth"]
+    ).filter(pl.col("stage") != pl.col("to"))  # fmt: skip
+    links = links.join(ends.select("last", src="row"), on="src")
+    links = links.join(ends.select(dst="row", into="first"), on="dst")
     if links.is_empty():
         return graph
     links = links.sort("stage", "src").with_columns(at=pl.int_range(pl.len()))

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.errors import GraphError, InputError, LayoutError
+from lumos_nb.errors import LayoutError
 
 CHUNKS = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2**16), "zb-h1": (1, 1), "zb-v": (2, 2)}
 """Kind of schedule -> fewest and most chunks of layers that a rank holds."""
@@ -156,64 +156,3 @@ def _of_folded(kind: str, stages: int, micro_batches: int, chunks: int) -> tuple
     table = table.filter(pl.col("micro_batch") < micro_batches)
     stage_of, phase, micro_batch, chunk = (table[c].to_numpy() for c in ("stage", "phase", "micro_batch", "chunk"))
     return stage_of, phase, micro_batch, chunk
-
-
-def dependencies(schedule: pl.DataFrame) -> pl.DataFrame:
-    """What each pass of a schedule waits for.
-
-    The pass before it on its rank; activations of the depth before it, gradients of the depth behind it; of a backward
-    pass its own forward pass, of a weight pass its own input pass.
-
-    Parameters
-    ----------
-    schedule
-        As `schedule` gives it, or with the same columns and an order of one's own.
-
-    Returns
-    -------
-    DataFrame
-        `src`, `dst` (rows of `schedule`), `rule` (stream: order on a rank; data), `message` (between two ranks). Each
-        pair once.
-
-    Raises
-    ------
-    GraphError
-        The schedule lacks a pass of some micro-batch, or has one twice; the message names it.
-    """
-    at = _rows_of_passes(schedule)
-    forward, back = at["forward"], at["backward_input" if "backward_input" in at else "backward"]
-    pairs = [(forward[:-1], forward[1:]), (back[1:], back[:-1]), (forward, back)]
-    if "backward_weight" in at:
-        pairs.append((back, at["backward_weight"]))
-    src, dst = (np.concatenate([pair[end].ravel() for pair in pairs]) for end in (0, 1))
-    stage = schedule["stage"].to_numpy()
-    order = np.lexsort((schedule["position"].to_numpy(), stage))
-    before, after = order[:-1], order[1:]
-    before, after = (end[stage[before] == stage[after]] for end in (before, after))
-    following = np.full(len(schedule), -1)
-    following[before] = after
-    is_new = following[src] != dst
-    waits = {"stream": (before, after), "data": (src[is_new], dst[is_new])}
-    links = pl.concat(
-        pl.DataFrame({"src": ends[0], "dst": ends[1]}).with_columns(rule=pl.lit(rule)) for rule, ends in waits.items()
-    )
-    return links.with_columns(message=pl.Series(stage[links["src"]] != stage[links["dst"]]))
-
-
-def _rows_of_passes(schedule: pl.DataFrame) -> dict[str, Ints]:
-    """Phase -> rows of its passes (depths, micro_batches)."""
-    if missing := [c for c in COLUMNS if c not in schedule.columns]:
-        raise InputError(f"the schedule lacks column(s) {', '.join(missing)}; schedule(kind, ...) gives one.")
-    depth, micro_batch = (schedule[c].to_numpy() for c in ("depth", "micro_batch"))
-    found = {}
-    for phase in schedule["phase"].cast(pl.String).unique():
-        rows = (schedule["phase"] == phase).arg_true().to_numpy().astype(np.int64)
-        count = np.zeros((depth.max() + 1, micro_batch.max() + 1), np.int64)
-        np.add.at(count, (depth[rows], micro_batch[rows]), 1)
-        if (wrong := np.argwhere(count != 1)).size:
-            d, m = wrong[0]
-            raise GraphError(f"{phase} of micro-batch {m} at depth {d} stands {count[d, m]} times in the schedule.")
-        at = np.empty_like(count)
-        at[depth[rows], micro_batch[rows]] = rows
-        found[phase] = at
-    return found
