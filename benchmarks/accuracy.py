@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import polars as pl
 
-from benchmarks import MEASURED, TRACES
+from benchmarks import MEASURED, TRACES, workers
 from benchmarks.collective_accuracy import collective_rows
 from benchmarks.cpu_accuracy import cpu_rows
 from benchmarks.dlrm_published import published_rows
@@ -38,6 +38,7 @@ from benchmarks.trace_accuracy import trace_kernel_rows
 from lumos_nb import datasets
 from lumos_nb.critical_path import replay
 from lumos_nb.evaluate import delayed_steps, mechanistic, score_waits, what_ifs
+from lumos_nb.executors import spread
 from lumos_nb.graph import Recording, build_graph
 from lumos_nb.resampling import jitter
 from lumos_nb.schema import DEVICE_KINDS
@@ -72,8 +73,11 @@ SYNC_FILES = (
 def trace_rows() -> Iterator[Row]:
     """Rows of the recordings of others."""
     errors = []
+    paths = [*(path for path, _ in OVERLAPPING.values()), *OTHERS.values()]
+    with workers() as executor:
+        by_path = dict(zip(paths, spread(executor, _predicted, paths), strict=True))
     for name, (path, target) in OVERLAPPING.items():
-        scored = mechanistic(load_run(TRACES / path))
+        scored = by_path[path]
         errors.append(percent(scored["error"]))
         yield from mechanistic_rows(name, scored, target, without="events" if name in ABLATED else None)
     yield Row(
@@ -84,7 +88,7 @@ def trace_rows() -> Iterator[Row]:
         note=f"{len(errors)} recordings",
     )
     for name, path in OTHERS.items():
-        yield from mechanistic_rows(name, mechanistic(load_run(TRACES / path)))
+        yield from mechanistic_rows(name, by_path[path])
     yield from what_if_rows("ns_resolution", load_run(TRACES / OVERLAPPING["ns_resolution"][0]))
     yield from what_if_rows("MI300X_resnet", load_run(TRACES / OVERLAPPING["MI300X_resnet"][0]))
     yield from what_if_rows("torchrec_optimizer_4", load_run(TRACES / OVERLAPPING["torchrec_optimizer_4"][0]))
@@ -99,6 +103,10 @@ def trace_rows() -> Iterator[Row]:
                 yield Row(
                     f"inferred_waits/{name}, {score['rule']} precision", 100 * score["precision"], "%", note=found
                 )
+
+
+def _predicted(path: str) -> pl.DataFrame:
+    return mechanistic(load_run(TRACES / path))
 
 
 def what_if_rows(name: str, run: Run) -> Iterator[Row]:

@@ -7,22 +7,20 @@ these splits in view, so they flatter it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from benchmarks import published
+from benchmarks import published, workers
 from benchmarks.baselines_collectives import BASELINES, bus, related
 from benchmarks.kernel_accuracy import errors
 from benchmarks.rows import Row
 from lumos_nb.costs.collectives import SWEEP, bands_of, fit_collectives, priceable, with_interval
+from lumos_nb.executors import spread
 
 OURS, BAR = "lumos_nb", "line"
 LARGE, FOLDS = 2**20, 8
@@ -125,16 +123,13 @@ def _job(index: int) -> pl.DataFrame:
     return results(list(splits())[index])
 
 
-def predictions(workers: int | None = None) -> pl.DataFrame:
+def predictions() -> pl.DataFrame:
     """`group, left_out, method` and `KEPT` of every split; `low_us` and `high_us` where sweeps were held out in folds.
 
     The band of a fold is from the residuals of the other folds, which the fits that made them had not seen either.
     """
-    os.environ.update(
-        {"OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"}
-    )  # read where a worker imports numpy and polars
-    with ProcessPoolExecutor(workers or os.cpu_count(), get_context("spawn")) as pool:
-        rows = pl.concat(pool.map(_job, range(len(list(splits())))))
+    with workers() as executor:
+        rows = pl.concat(spread(executor, _job, range(len(list(splits())))))
     banded = (pl.col("group") == "sweep") & (pl.col("method") == OURS)
     folds = rows.filter(banded).partition_by("left_out", maintain_order=True)
     rest = [pl.concat([other for other in folds if other is not fold]) for fold in folds]

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Self
@@ -21,9 +19,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from benchmarks import published
+from benchmarks import published, workers
 from benchmarks.rows import Row
-from lumos_nb import datasets
+from lumos_nb import datasets, executors
 from lumos_nb.errors import LumosError
 from lumos_nb.workloads.llm.estimates import PricedStep
 from lumos_nb.workloads.llm.table_rows import read_row
@@ -191,10 +189,10 @@ def surcharge_rows() -> Iterator[Row]:
 def all_together(rounds: int) -> tuple[dict[str, dict[str, float]], pl.DataFrame]:
     """Constants fitted on every source ("") and without each, and the rows with the errors of both."""
     rows = chosen()
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with workers() as executor:
 
         def evaluate(extra: Sequence[Surcharges]) -> Floats:
-            return np.array([*pool.map(partial(predicted_s, extra=extra), rows["row_id"], chunksize=1)])
+            return np.array([*executors.spread(executor, partial(predicted_s, extra=extra), rows["row_id"])])
 
         known = ~np.isnan(evaluate([Surcharges()])[:, 0])
         rows = rows.filter(pl.Series(known))

@@ -7,15 +7,13 @@ too, and the other way: leaving a model out leaves these shapes in, as it would 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing import get_context
 
 import polars as pl
 
+from benchmarks import workers
 from benchmarks.baselines import BASELINES, Floats, Predictor
 from benchmarks.rows import Row
 from lumos_nb import datasets
@@ -24,6 +22,7 @@ from lumos_nb.costs.heldout import band_of, difficulty_of
 from lumos_nb.costs.kernels import fit_kernels, prior_model
 from lumos_nb.costs.work import with_work
 from lumos_nb.errors import CalibrationError
+from lumos_nb.executors import spread
 
 OURS, BAR = "lumos_nb", "tree"
 LEVEL, SMALL_US, FOLDS, INNER = 0.9, 20.0, 8, 4
@@ -243,14 +242,12 @@ def _job(at: tuple[int, int]) -> pl.DataFrame:
     return results(_splits(at[0])[at[1]])
 
 
-def predictions(workers: int | None = None) -> pl.DataFrame:
+def predictions() -> pl.DataFrame:
     """Every method's prediction of every row of every split: `family, gpu, left_out, method` and `KEPT`."""
     jobs = [(family, split) for family in range(len(FAMILIES)) for split in range(len(_splits(family)))]
     longest = sorted(jobs, key=lambda job: -_splits(job[0])[job[1]].train.height)
-    one = {"OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"}  # read where a worker imports numpy and polars
-    os.environ.update(one)
-    with ProcessPoolExecutor(workers or os.cpu_count(), get_context("spawn")) as pool:
-        found = dict(zip(longest, pool.map(_job, longest), strict=True))
+    with workers() as executor:
+        found = dict(zip(longest, spread(executor, _job, longest), strict=True))
     return views(pl.concat(found[job] for job in jobs))
 
 

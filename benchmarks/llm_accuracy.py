@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
-from multiprocessing import get_context
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -21,10 +19,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from benchmarks import published
+from benchmarks import published, workers
 from benchmarks.llm_peers import Job, calculon_like, six_pt
 from benchmarks.rows import Row
 from lumos_nb.errors import InputError, LumosError
+from lumos_nb.executors import spread
 from lumos_nb.workloads.llm.estimates import Brief, PricedStep
 from lumos_nb.workloads.llm.memory import peak_bytes
 from lumos_nb.workloads.llm.screening import SPARE
@@ -35,7 +34,6 @@ from lumos_nb.workloads.surcharges import bundled
 Floats = NDArray[np.float64]
 Predictor = Callable[[Job], tuple[float, float, float] | float]
 """Seconds of a step, alone or with the two ends of their interval."""
-WORKERS, CHUNK = 2, 12
 GPUS_OF_A_NODE = 8
 
 
@@ -138,8 +136,8 @@ def predictions(rows: pl.DataFrame, predictor: Predictor) -> pl.DataFrame:
     """The rows with `predicted_s`, `low_s`, `high_s` and why one was `refused`; what is alike is predicted once."""
     read = [_read(row) for row in rows.iter_rows(named=True)]
     jobs = [job for job in dict.fromkeys(read) if not isinstance(job, str)]
-    with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
-        by_job = dict(zip(jobs, pool.map(partial(_predicted, predictor), jobs, chunksize=CHUNK), strict=True))
+    with workers() as executor:
+        by_job = dict(zip(jobs, spread(executor, partial(_predicted, predictor), jobs), strict=True))
     found = [(np.nan, np.nan, np.nan, job) if isinstance(job, str) else by_job[job] for job in read]
     names = ["predicted_s", "low_s", "high_s", "refused"]
     return rows.hstack(pl.DataFrame(found, schema=names, orient="row").with_columns(pl.col(names[:3]).fill_nan(None)))

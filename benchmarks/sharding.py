@@ -8,18 +8,16 @@ its own costs too much loses here.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 
+from benchmarks import workers
 from benchmarks.embedding_accuracy import SAMPLES
 from benchmarks.planner_constants import PlannerConstants
 from benchmarks.rows import ACCURACY, Row, record
@@ -42,6 +40,7 @@ from lumos_nb.costs.embedding_net import LookupNet
 from lumos_nb.costs.embedding_samples import call_times, checked_samples, median_errors, predicted_times
 from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
 from lumos_nb.errors import LayoutError
+from lumos_nb.executors import spread
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.estimates import estimate_dlrm
 from lumos_nb.workloads.dlrm.heuristics import HEURISTICS, NAIVE, place_by_rule
@@ -148,10 +147,7 @@ def contestants() -> dict[str, Callable[[Task], Plan]]:
 
 
 def played(count: int) -> tuple[list[Scored], pl.DataFrame]:
-    """Every contestant on every task; and what each model says of the rules' plans, beside the judge.
-
-    Tasks are shared out to a process a core, each with one thread.
-    """
+    """Every contestant on every task; and what each model says of the rules' plans, beside the judge."""
     tasks = [
         (task, number)
         for devices in SETTINGS
@@ -159,10 +155,9 @@ def played(count: int) -> tuple[list[Scored], pl.DataFrame]:
         for number, task in enumerate(drawn_tasks(devices, max_dim, count))
     ]
     scores, picks = [], []
-    os.environ["OMP_NUM_THREADS"] = "1"  # processes that begin now see it
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(mp_context=spawn, initializer=_given, initargs=(models(), judge())) as pool_of_processes:
-        for of_task, picked in pool_of_processes.map(_played, tasks, chunksize=4):
+    fitted = {"models": models(), "judge": judge()}
+    with workers() as executor:
+        for of_task, picked in spread(executor, partial(_played, fitted), tasks):
             scores += of_task
             picks += picked
     return scores, pl.DataFrame(picks)
@@ -172,13 +167,9 @@ _KNOWN: dict[str, Any] = {}
 """What a process was given: models that it need not fit again."""
 
 
-def _given(searched: dict[str, LookupModel], judging: LookupModel) -> None:
-    """Begin a process."""
-    _KNOWN.update(models=searched, judge=judging)
-
-
-def _played(one: tuple[Task, int]) -> tuple[list[Scored], list[dict[str, Any]]]:
+def _played(fitted: dict[str, Any], one: tuple[Task, int]) -> tuple[list[Scored], list[dict[str, Any]]]:
     """Every contestant on a task, the `number`th of its setting."""
+    _KNOWN.update(fitted)
     task, number = one
     scores, picks = [], []
     for name, plan_of in contestants().items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor
+from functools import partial
 from typing import Any, TypeVar
 
 from lumos_nb.errors import ExecutorError
@@ -28,7 +29,8 @@ def spread(
         which a client is opened for this call; needs the extra `cluster`. What workers had when they died Dask does
         again. Function and items travel by pickle, polars' tables as Arrow within it.
     function, items
-        The function can be imported by workers; so a pool of processes needs one of a module.
+        The function can be imported by workers; so a pool of processes needs one of a module. What a `partial` holds
+        goes to a cluster once, and to the processes of a pool with each item.
 
     Raises
     ------
@@ -90,7 +92,7 @@ def _by_address(address: str, function: Callable[[Given], Made], items: Iterable
 def _told(executor: Executor, function: Callable[[Given], Made], items: Iterable[Given]) -> Iterator[Made]:
     done, items = 0, [*items]
     try:
-        outcomes = executor.map(function, items)
+        outcomes = _mapped(executor, function, items)
     except (RuntimeError, BrokenExecutor) as error:  # of a pool that is shut down
         raise ExecutorError(f"the executor takes no work ({error}): give one that is open.") from error
     try:
@@ -104,6 +106,25 @@ def _told(executor: Executor, function: Callable[[Given], Made], items: Iterable
             f"the executor was lost after {done:,} of {len(items):,} parts were done ({error}): see the logs of its "
             "workers, which may lack memory, and run it again."
         ) from error
+
+
+def _mapped(executor: Executor, function: Callable[[Given], Made], items: list[Given]) -> Iterator[Made]:
+    """As `Executor.map`; to Dask a partial is the result of a task, so that it is sent once, and made again if lost."""
+    if not (isinstance(function, partial) and type(executor).__module__.startswith("distributed.")):
+        return executor.map(function, items)
+    import dask
+
+    with dask.config.set({"distributed.admin.large-graph-warning-threshold": "1TB"}):
+        held = executor._client.submit(_same, function, pure=False)  # type: ignore[attr-defined]
+    return executor.map(_applied, [held] * len(items), items)
+
+
+def _same(function: Callable[[Given], Made]) -> Callable[[Given], Made]:
+    return function
+
+
+def _applied(function: Callable[[Given], Made], item: Given) -> Made:
+    return function(item)
 
 
 def _lost(error: Exception) -> bool:

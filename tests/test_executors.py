@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import polars as pl
 import pytest
 from distributed import Client, LocalCluster
 
 import lumos_nb as ln
+from benchmarks import llm_accuracy
 from lumos_nb.errors import ExecutorError, InputError
 from lumos_nb.executors import spread
+from lumos_nb.traces.cache import load
+from lumos_nb.traces.files import read_file
 
 SCENARIOS = [{"cpu": 1 + i / 100} for i in range(200)]
 
@@ -57,6 +64,22 @@ def deadly(number: int) -> int:
     return number
 
 
+class Arrived:
+    """What leaves a file in a folder each time that a process is sent it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __setstate__(self, state: dict[str, Path]) -> None:
+        self.__dict__.update(state)
+        (self.folder / f"{os.getpid()}-{time.monotonic_ns()}").touch()
+
+
+def with_it(sent: Arrived, number: int) -> int:
+    time.sleep(0.05)
+    return number
+
+
 def refusing(number: int) -> int:
     raise InputError(f"{number} is not taken.")
 
@@ -72,6 +95,48 @@ def test_a_run_a_sweep_and_a_search_are_the_same_as_here(pool: Executor, tmp_pat
     asked = (ln.Transformer.named("llama-3-8b"), cluster, ln.Training(micro_batch=1, global_batch=16, seq=2048))
     ranges = {"tp": [1, 2], "cp": 1, "schedule": "1f1b", "keep": 2}
     assert ln.search(*asked, executor=pool, **ranges).frame.equals(ln.search(*asked, **ranges).frame)
+
+
+def test_a_worker_killed_from_outside_costs_a_run_nothing(client: Client) -> None:
+    path = ln.datasets.path("gpt-grid")
+    victim = next(iter(client.run(os.getpid).values()))
+    killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
+    killer.start()
+    there = ln.load_run(path, executor=client.get_executor(), cache=False)
+    killer.join()
+    assert there.events.equals(ln.load_run(path, cache=False).events)
+
+
+def test_tables_of_embeddings_are_sharded_and_steps_predicted_as_here(
+    pool: Executor, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = ln.Cluster(gpu="H100-SXM-80GB", gpus_per_node=4, inside="NVLink4 NVSwitch")
+    costs = ln.ShardingCosts.of(ln.PhysicalLookup.of_sheet(cluster.gpu_sheet), cluster, batch=4096)
+    tasks = [pl.DataFrame({"rows": [10**5] * n, "dim": [32, 64, 128] * (n // 3), "pooling": [5.0] * n}) for n in (6, 9)]
+    placed = partial(ln.shard, cluster=cluster, costs=costs)
+    for there, here in zip(spread(pool, placed, tasks), map(placed, tasks), strict=True):
+        assert there.frame.equals(here.frame)
+    rows = ln.datasets.load("measured-training").head(4).with_columns(origin=pl.lit("none"))
+    jobs = [llm_accuracy._read(row) for row in rows.iter_rows(named=True)]
+    monkeypatch.setenv("SCHEDULER", client.scheduler.address)
+    found = llm_accuracy.predictions(rows, llm_accuracy.ours)
+    assert found["predicted_s"].to_list() == [llm_accuracy.ours(job)[0] for job in jobs]
+
+
+def test_tables_travel_as_arrow_and_runs_as_paths(pool: Executor, tmp_path: Path) -> None:
+    events = ln.load_run(ln.datasets.path("gpt-single")).events
+    sent = pickle.dumps(events)
+    assert pl.read_ipc_stream(io.BytesIO(events.__getstate__())).equals(events)
+    assert len(sent) < len(events.__getstate__()) + 200
+    (file,) = ln.datasets.path("gpt-single").glob("rank-0.json.gz")
+    (answer,) = spread(pool, partial(read_file, cache=tmp_path, by_path=True, strict=True), [file])
+    assert isinstance(answer, Path)
+    assert load(answer).events.equals(events)
+
+
+def test_what_a_partial_holds_reaches_each_worker_once_and_not_with_each_item(pool: Executor, tmp_path: Path) -> None:
+    assert list(spread(pool, partial(with_it, Arrived(tmp_path)), range(30))) == [*range(30)]
+    assert 1 <= len(list(tmp_path.iterdir())) <= 6
 
 
 def test_an_address_is_an_executor(client: Client) -> None:
