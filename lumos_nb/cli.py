@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Examples
     --------
-    >>> main(["replay", "runs/gpt", "--step", "5"])  # doctest: +SKIP
+    >>> main(["replay", "runs/gpt", "--step", "5", "--predict", "0"])
+    Step 5 of gpt, 2 ranks
+    ...
+    0
     """
     arguments = _parser().parse_args(argv)
     try:

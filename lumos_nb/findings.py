@@ -232,7 +232,9 @@ def op_at(result: Result, rank: int, lane: str, window_ns: tuple[int, int]) -> i
 
     Examples
     --------
-    >>> op_at(replay(graph), 0, "gpu0:7", (5_000_000, 6_000_000))  # doctest: +SKIP
+    >>> lane = graph.ops.filter(rank=0, kind="cpu")["lane"][0]
+    >>> op_at(replay(graph), 0, lane, (5_000_000, 6_000_000)) in graph.ops["op_id"]
+    True
     """
     begin_ns, end_ns = (at + (result.ops["start_ns"].min() or 0) for at in window_ns)  # type: ignore[operator]
     on_lane = result.ops.filter(pl.col("rank") == rank, pl.col("lane") == lane)

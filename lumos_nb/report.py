@@ -174,7 +174,7 @@ def step_report(
 
     Examples
     --------
-    >>> print(step_report(load_run("runs/gpt"), step=3))  # doctest: +SKIP
+    >>> print(step_report(run, step=3, predict=0))
     """
     progress("building the graph")
     recording = recording or Recording.of(run)
@@ -297,7 +297,7 @@ def comparison_report(
 
     Examples
     --------
-    >>> comparison_report(Recording.of(yesterday), Recording.of(today))  # doctest: +SKIP
+    >>> comparison_report(recording, Recording.of(load_run(datasets.path("gpt-ddp-paired"))))
     """
     graphs = [build_graph(recording, step) for recording, step in zip((a, b), steps, strict=True)]
     changed = compare(*graphs)

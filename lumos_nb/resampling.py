@@ -66,8 +66,9 @@ def jitter(
 
     Examples
     --------
-    >>> table = ln.jitter(run)                                    # doctest: +SKIP
-    >>> table["inside"].mean()                                    # doctest: +SKIP
+    >>> table = ln.jitter(run, [3, 4, 5], draws=20)
+    >>> table["step"].to_list()
+    [3, 4, 5]
     """
     _check(level, draws, seed)
     recording = run if isinstance(run, Recording) else Recording.of(run)
@@ -189,7 +190,8 @@ def step_interval(
 
     Examples
     --------
-    >>> step_interval(load_run("runs/17-of-20"), step=4)  # doctest: +SKIP
+    >>> some = [datasets.path("gpt-grid") / f"rank-{rank}.json.gz" for rank in range(17)]  # of 20
+    >>> step_interval(load_run(some), step=4, draws=20)
     """
     _check(level, draws, seed)
     traced = run if isinstance(run, Recording) else Recording.of(run)

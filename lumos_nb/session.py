@@ -22,7 +22,7 @@ def session_info(*data: str | Path) -> pl.DataFrame:
 
     Examples
     --------
-    >>> session_info("runs/gpt")  # doctest: +SKIP
+    >>> session_info("runs/gpt")
     """
     rows = [("Python", platform.python_version()), ("platform", f"{platform.system()} {platform.machine()}")]
     rows += [(name, _version(name)) for name in PACKAGES]

@@ -45,8 +45,9 @@ def whole(path: str | Path, error: type[LumosError] = LumosError) -> Iterator[Pa
 
     Examples
     --------
-    >>> with whole("step.txt") as part:  # doctest: +SKIP
+    >>> with whole("step.txt") as part:
     ...     part.write_text("all of it")
+    9
     """
     path = named(path, error)
     if not path.name or path.name == "..":

@@ -121,7 +121,6 @@ def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | str | Non
 
     Examples
     --------
-    >>> run = ln.load_run(ln.datasets.path("gpt-single"))      # doctest: +SKIP
     >>> ln.calibrate(run).coverage()                           # doctest: +SKIP
     """
     if not isinstance(base, Calibration | None):

@@ -207,8 +207,8 @@ class Overheads(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Examples
         --------
-        >>> overheads(run).cost(["aten::mm", "cudaLaunchKernel"], ["T2", "T4"])  # doctest: +SKIP
-        array([11.2, 5.3])
+        >>> overheads(run).cost(["aten::mm"], ["T1"]).shape  # us
+        (1,)
         """
         if len(names) != len(kinds):
             raise InputError(f"cost takes an overhead for each name: {len(names)} names, {len(kinds)} overheads.")
@@ -248,9 +248,7 @@ def overheads(source: Source | Iterable[Source]) -> Overheads:
 
     Examples
     --------
-    >>> import lumos_nb as ln
-    >>> run = ln.load_run(ln.datasets.path("gpt-single"))  # doctest: +SKIP
-    >>> overheads(run).table.filter(pl.col("overhead") == "T1")  # doctest: +SKIP
+    >>> overheads(run).table.filter(pl.col("overhead") == "T1")
     """
     one_only = isinstance(source, pl.DataFrame) or not isinstance(source, Iterable)
     sources: list[Source] = [source] if one_only else list(source)  # type: ignore[list-item, arg-type]

@@ -69,8 +69,10 @@ def kernel_samples(run: Run) -> pl.DataFrame:
 
     Examples
     --------
-    >>> samples = kernel_samples(ln.load_run(ln.datasets.path("gpt-single")))       # doctest: +SKIP
-    >>> undecoded(samples)                                                          # doctest: +SKIP
+    >>> samples = kernel_samples(run)
+    >>> samples["gpu"].unique().to_list()
+    ['cpu']
+    >>> undecoded(samples)
     """
     require(run, "events")
     on_device = build_ops(run.events).filter(pl.col("kind").is_in(WORK_KINDS))
@@ -135,8 +137,8 @@ def with_requests(ops: pl.DataFrame, run: Run | None = None) -> pl.DataFrame:
 
     Examples
     --------
-    >>> requests = with_requests(ln.build_graph(run).ops)                           # doctest: +SKIP
-    >>> requests.filter(pl.col("why").is_null()).select("op", "m", "n", "k")        # doctest: +SKIP
+    >>> requests = with_requests(graph.ops)
+    >>> requests.filter(pl.col("why").is_null()).select("op", "m", "n", "k")
     """
     return _requests(OPS.check(ops), run).drop("counted_ns")
 

@@ -127,8 +127,11 @@ def load_run(
 
     Examples
     --------
-    >>> run = load_run("runs/gpt-pp8")  # doctest: +SKIP
-    >>> run.report  # doctest: +SKIP
+    >>> run = load_run("runs/gpt")
+    >>> run.ranks["rank"].to_list()
+    [0, 1]
+    >>> run.report.columns
+    ['rank', 'path', 'what', 'count', 'reason']
     """
     try:
         with files_of(path) as (files, others, beside, alone, archive):

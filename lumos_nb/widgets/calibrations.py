@@ -25,7 +25,8 @@ def inspect(calibration: Calibration) -> Panel:
 
     Examples
     --------
-    >>> inspect(load_calibration("H100-SXM-80GB"))  # doctest: +SKIP
+    >>> inspect(load_calibration("H100-SXM-80GB")).code.splitlines()[0]
+    "calibration = ln.load_calibration('H100-SXM-80GB')"
     """
     require_kinds(calibration=(calibration, Calibration))
     table = calibration.coverage()

@@ -43,8 +43,8 @@ def explore(runs: Run | Mapping[str, Run]) -> Panel:
 
     Examples
     --------
-    >>> explore(load_run(datasets.path("gpt-ddp")))  # doctest: +SKIP
-    >>> explore({"before": before, "after": after})  # doctest: +SKIP
+    >>> explore(load_run(datasets.path("gpt-ddp")))
+    >>> explore({"before": run, "after": load_run(datasets.path("gpt-ddp-paired"))})
     """
     named = runs if isinstance(runs, Mapping) else {"run": runs}
     if not named:

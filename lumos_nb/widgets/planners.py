@@ -36,7 +36,8 @@ def choose_layout(model: Transformer, cluster: Cluster, train: Training, **range
 
     Examples
     --------
-    >>> choose_layout(Transformer.named("llama-3-70b"), cluster, train, cp=1)  # doctest: +SKIP
+    >>> choose_layout(model, cluster, train, cp=1).code.splitlines()[0]
+    'found = ln.search(model, cluster, train, keep=20, spare=0.1, cp=1)'
     """
     if own := ranges.keys() & {"keep", "spare", "progress"}:
         raise InputError(f"{min(own)} is the panel's own: leave it out, and choose it there.")
@@ -90,7 +91,7 @@ def place_tables(tables: pl.DataFrame, gpu: str = "H100-SXM-80GB", devices: int 
 
     Examples
     --------
-    >>> place_tables(datasets.load("embedding-tables").rename({"pooling_factor": "pooling"}))  # doctest: +SKIP
+    >>> place_tables(datasets.load("embedding-tables").rename({"pooling_factor": "pooling"}))
     """
     complete_tables(tables), find_gpu(gpu)
 

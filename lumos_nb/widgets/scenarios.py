@@ -52,7 +52,7 @@ def what_if(graph: Graph) -> Panel:
 
     Examples
     --------
-    >>> what_if(build_graph(load_run(datasets.path("gpt-ddp")), step=3))  # doctest: +SKIP
+    >>> what_if(build_graph(run, step=3))
     """
     require_kinds(graph=(graph, Graph))
     before = replay(graph)
@@ -142,7 +142,7 @@ def configure(model: str = "llama-3-8b", gpu: str = "H100-SXM-80GB", nodes: int 
 
     Examples
     --------
-    >>> configure("gpt3-175b", nodes=16)  # doctest: +SKIP
+    >>> configure("llama-3-8b", nodes=1)
     """
     require_whole(1, 10**9, nodes=nodes)
     Transformer.named(model), find_gpu(gpu)

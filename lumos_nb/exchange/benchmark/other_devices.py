@@ -60,7 +60,7 @@ def portability(
 
     Examples
     --------
-    >>> portability("bench/gpt/out", ["A100-SXM-80GB", "H100-SXM-80GB"])  # doctest: +SKIP
+    >>> portability("runs/gpt", ["A100-SXM-80GB", "H100-SXM-80GB"])
     """
     known = [one if isinstance(one, Calibration) else load_calibration(one) for one in devices]
     names = [one.name for one in known]

@@ -126,8 +126,9 @@ def select(
 
     Examples
     --------
-    >>> chosen = select("runs/gpt", 2, by="step")  # doctest: +SKIP
-    >>> chosen.chosen.select("name", "weight", "stands_for")  # doctest: +SKIP
+    >>> chosen = select("runs/gpt", 2, by="step")
+    >>> chosen.chosen["weight"].sum()  # of all steps
+    9
     """
     if by not in ("trace", "step", "rank"):
         raise InputError(f"by is {by!r}; it may be 'trace', 'step' or 'rank'.")

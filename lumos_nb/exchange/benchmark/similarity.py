@@ -133,7 +133,7 @@ def compare(original: Run | str | Path, replayed: Run | str | Path) -> Similarit
 
     Examples
     --------
-    >>> print(compare("runs/gpt", "bench/gpt/out").verdict)  # doctest: +SKIP
+    >>> compare("runs/gpt", datasets.path("gpt-ddp-paired")).classes.columns
     """
     sides = _Side(original), _Side(replayed)
     amounts = pl.col([name for one in AMOUNTS for name in (one, f"{one}_replayed")])

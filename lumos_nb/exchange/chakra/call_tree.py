@@ -47,7 +47,10 @@ def from_linked(linked: Linked, iteration: int = 0) -> Nodes:
 
     Examples
     --------
-    >>> nodes = from_linked(link("rank-0.et.json.gz", "rank-0.json.gz"))  # doctest: +SKIP
+    >>> folder = datasets.path("gpt-single-paired")
+    >>> nodes = from_linked(ln.chakra.link(folder / "rank-0.et.json.gz", folder / "rank-0.json.gz"))
+    >>> nodes.table.height > 1000
+    True
     """
     if not isinstance(linked, Linked):
         raise InputError(f"this takes a Linked trace, not a {type(linked).__name__}; ln.chakra.link gives one.")

@@ -78,7 +78,8 @@ def write(
 
     Examples
     --------
-    >>> write(build_graph(run), "out/", target="astra-sim")  # doctest: +SKIP
+    >>> [file.name for file in write(graph, "out/", target="astra-sim")]
+    ['chakra.0.et', 'chakra.1.et', 'chakra.groups.json']
     """
     job = RankFiles.of(source, target)
     if ranks is not None:

@@ -116,8 +116,9 @@ def link(execution_trace: ExecutionTrace | str | Path, run: Run | str | Path, *,
 
     Examples
     --------
-    >>> linked = ln.chakra.link("rank-0.et.json.gz", "rank-0.json.gz")  # doctest: +SKIP
-    >>> linked.share("device time")  # doctest: +SKIP
+    >>> folder = datasets.path("gpt-single-paired")
+    >>> linked = ln.chakra.link(folder / "rank-0.et.json.gz", folder / "rank-0.json.gz")
+    >>> linked.share("operators")
     """
     run = run if isinstance(run, Run) else load_run(run)
     if not isinstance(execution_trace, ExecutionTrace):

@@ -127,7 +127,8 @@ class Obfuscated(Shown):
 
         Examples
         --------
-        >>> obfuscate("out/", Policy()).write("public/")  # doctest: +SKIP
+        >>> ln.chakra.write(graph, "out/")
+        >>> obfuscate("out/", Policy()).write("public/")
         """
         return write_ranks(self.ranks.items(), folder, prefix, self.groups)
 
@@ -159,7 +160,8 @@ def obfuscate(source: str | Path | Nodes | Graph | Estimated, policy: Policy | N
 
     Examples
     --------
-    >>> obfuscate("out/", Policy(shapes="bucketed", time_scale=None)).report  # doctest: +SKIP
+    >>> ln.chakra.write(graph, "out/")
+    >>> obfuscate("out/", Policy(shapes="bucketed", time_scale=None)).report
     """
     policy = Policy() if policy is None else policy
     if not isinstance(policy, Policy):

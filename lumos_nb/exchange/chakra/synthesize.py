@@ -97,9 +97,9 @@ class TraceModel(Shown):
 
         Examples
         --------
-        >>> recording = ln.Recording.of(ln.load_run(ln.datasets.path("gpt-ddp")))               # doctest: +SKIP
-        >>> model = TraceModel.fit([ln.build_graph(recording, step) for step in range(2, 9)])   # doctest: +SKIP
-        >>> ln.replay(model.sample(seed=1)).step_ns                                             # doctest: +SKIP
+        >>> model = TraceModel.fit([ln.build_graph(recording, step) for step in (3, 4)], epochs=0)
+        >>> ln.replay(model.sample(seed=1)).step_ns > 10**6
+        True
         """
         require_whole(0, seed=seed)
         require_whole(0, 10**6, epochs=epochs)

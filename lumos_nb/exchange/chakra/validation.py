@@ -58,7 +58,8 @@ def validate(path: str | Path, target: str | None = None) -> pl.DataFrame:
 
     Examples
     --------
-    >>> validate("out/", target="astra-sim").is_empty()  # doctest: +SKIP
+    >>> ln.chakra.write(graph, "out/", target="astra-sim")
+    >>> validate("out/", target="astra-sim").is_empty()
     True
     """
     job = Job.read(path, strict=False)

@@ -58,7 +58,10 @@ def shard_over_nodes(
 
     Examples
     --------
-    >>> plan = shard_over_nodes(tables, cluster, costs, optimizer="adagrad")                   # doctest: +SKIP
+    >>> nodes = ln.Cluster(gpu="A100-SXM-80GB", nodes=2, inside="NVLink3 NVSwitch", between="InfiniBand HDR 200")
+    >>> costs = ln.ShardingCosts.of(ln.PhysicalLookup.of_sheet(nodes.gpu_sheet), nodes, batch=4096)
+    >>> shard_over_nodes(tables, nodes, costs, optimizer="adagrad").frame["table"].n_unique()
+    2
     """
     require_kinds(cluster=(cluster, Cluster), costs=(costs, ShardingCosts))
     exchange, each = costs.exchange, cluster.gpus_per_node

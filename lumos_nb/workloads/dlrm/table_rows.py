@@ -80,7 +80,8 @@ def estimate_dlrm_row(
     Examples
     --------
     >>> row = {"gpu": "H100-SXM5-80GB", "num_gpus": 8, "model": "DLRM-DCNv2", "global_batch": 55296}
-    >>> estimate_dlrm_row(row | {"gpus_per_node": 8, "network": ""}).step_s             # doctest: +SKIP
+    >>> 1e-3 < estimate_dlrm_row(row | {"gpus_per_node": 8, "network": ""}).step_s < 10e-3
+    True
     """
     cells = Reader(row).cells
     network = re.findall(r"(\d+)x[^,;]*?([EHN]DR)\s*(\d+)", str(cells.get("network", "")))

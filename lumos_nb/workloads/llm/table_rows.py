@@ -112,7 +112,8 @@ def estimate_row(row: object, calibration: Calibration | None = None) -> Estimat
     Examples
     --------
     >>> row = {"gpu": "H100", "num_gpus": 8, "model": "Llama-3-8B", "seq": 8192, "micro_batch": 1, "global_batch": 128}
-    >>> estimate_row(row | {"sharding": "fsdp", "precision": "bf16", "recompute": "full"}).step_s   # doctest: +SKIP
+    >>> 10 < estimate_row(row | {"sharding": "fsdp", "precision": "bf16", "recompute": "full"}).step_s < 30
+    True
     """
     setup = read_row(row)
     found = estimate(setup.model, setup.layout, setup.train, setup.cluster, calibration)
