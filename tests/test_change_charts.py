@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import polars as pl
 import pytest
 from test_charts import EYES, MS, Workload, late_rank, marks, op, seen, table
+from test_cost_charts import refuses_other_types
 
 from lumos_nb import charts
 from lumos_nb.charts.changes import CHANGE_COLOURS
@@ -16,6 +17,10 @@ from lumos_nb.errors import InputError, LumosError, SchemaError
 from lumos_nb.partition import breakdown, compare
 
 RESULT = late_rank()
+STRUCTURE = pl.DataFrame(
+    {"rank": [0], "phase": ["forward"], "found": ["annotation"], "layers": [1], "share": [0.9], "confidence": [1.0]}
+)
+CLASSES = pl.DataFrame({"where": ["device"], "class": ["gemm"], "time_ns": [MS], "replayed_time_ns": [2 * MS]})
 Rows = list[dict[str, object]]
 
 
@@ -177,6 +182,8 @@ def test_a_plan_is_a_bar_a_shard():
         pytest.param(charts.difference, CHANGES, "diff_ns", id="difference"),
         pytest.param(charts.sensitivity, sweep(RESULT.graph, [{}]), "change", id="sensitivity"),
         pytest.param(charts.memory_over_time, memory(5), "class", id="memory"),
+        pytest.param(charts.structure_bars, STRUCTURE, "share", id="structure"),
+        pytest.param(charts.similarity_bars, CLASSES, "time_ns", id="similarity"),
     ],
 )
 def test_no_rows_or_a_missing_column_is_an_error_that_says_so(draw, frame, needed):
@@ -184,6 +191,7 @@ def test_no_rows_or_a_missing_column_is_an_error_that_says_so(draw, frame, neede
         draw(frame.clear())
     with pytest.raises(SchemaError, match=f"lacks column.* {needed}"):
         draw(frame.drop(needed))
+    refuses_other_types(draw, frame)
 
 
 def test_slack_of_what_was_not_replayed_is_refused():

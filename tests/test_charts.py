@@ -427,9 +427,10 @@ EYES = {
 
 @pytest.mark.parametrize("eyes", EYES)
 @pytest.mark.parametrize("palette", ["ACTIVITY_COLOURS", "PART_COLOURS"])
-def test_colours_are_told_apart_by(eyes, palette):
+@pytest.mark.parametrize("blue", [style.COMPUTE, style.PALER], ids=["on light", "on dark"])
+def test_colours_are_told_apart_by(eyes, palette, blue):
     """Colour blindness after Machado, Oliveira and Fernandes (2009), severity 1."""
-    matrix, colours = np.array(EYES[eyes]), getattr(style, palette)
+    matrix, colours = np.array(EYES[eyes]), {**getattr(style, palette), "compute": blue}
     for (a, first), (b, second) in combinations(colours.items(), 2):
         assert np.linalg.norm(seen(first, matrix) - seen(second, matrix)) > 10, f"{a} and {b}"
 

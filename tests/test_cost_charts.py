@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable
+from datetime import date
 from itertools import combinations
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -191,6 +194,23 @@ def test_intervals_are_points_beside_the_share_that_is_wanted():
     assert rows_of(spec, 0) == [{"low": 0.85, "high": 0.95}]
 
 
+def refuses_other_types(draw: Callable[[pl.DataFrame], alt.TopLevelMixin], frame: pl.DataFrame) -> None:
+    """Columns of another type are refused, by name, or drawn as what they are; nothing else comes to light."""
+    for name, dtype in frame.schema.items():
+        for other in (pl.lit("text"), pl.lit([1]), pl.lit(b"bytes"), pl.lit(None), pl.lit(date(2026, 1, 1))):
+            changed = frame.with_columns(other.alias(name))
+            try:
+                draw(changed).to_dict()
+                assert changed.schema[name] in (pl.Null, dtype) or name not in NUMBERS
+            except LumosError as error:
+                assert re.search(f"(column|the) {name} ", str(error)) or not isinstance(error, SchemaError)  # noqa: PT017
+
+
+NUMBERS = {"time_us", "dur_us", "measured", "error", "rows", "coverage", "width", "bytes", "memory_bytes", "step_s"}
+NUMBERS |= {"measured_s", "predicted_s", "low_s", "time_s", "time_ns", "diff_ns", "change"}
+"""Columns that every chart which takes them draws as numbers."""
+
+
 @pytest.mark.parametrize(
     ("draw", "frame"),
     [
@@ -211,6 +231,15 @@ def test_no_rows_or_a_missing_column_is_an_error_that_says_so(draw, frame):
     needed = {"time_us", "panel", "series", "cell", "op", "coverage", "memory_bytes"} & set(frame.columns)
     with pytest.raises(SchemaError, match=f"lacks column.* {sorted(needed)[0]}"):
         draw(frame.drop(sorted(needed)[0]))
+    refuses_other_types(draw, frame)
+
+
+def test_a_logarithmic_axis_needs_a_positive_number():
+    with pytest.raises(LumosError, match="no width is a positive number"):
+        interval_check(SCORES.with_columns(width=0.0))
+    with_nothing = pl.concat([SCORES, SCORES.with_columns(width=0.0)])
+    scales = [interval_check(one).to_dict()["layer"][1]["encoding"]["x"]["scale"] for one in (SCORES, with_nothing)]
+    assert scales[0] == scales[1]
 
 
 def test_a_format_that_the_gpu_lacks_has_no_roof():

@@ -7,7 +7,7 @@ from itertools import combinations
 import polars as pl
 import pytest
 from test_charts import EYES, seen
-from test_cost_charts import marks, rows_of, texts
+from test_cost_charts import marks, refuses_other_types, rows_of, texts
 
 from lumos_nb.charts import agreement, layouts, memory_bars, pareto, step_times
 from lumos_nb.charts.estimates import OTHER_SERIES
@@ -120,6 +120,25 @@ def test_a_front_is_drawn_over_all_that_fit():
     assert few["title"]["subtitle"].startswith("1 of 3 layouts")
 
 
+def test_a_front_has_a_price_beside_it():
+    """8 GPUs at 2.5 USD an hour make 1,000 tokens a second: a billion takes 277.8 hours."""
+    tokens = pl.lit(1000.0).alias("tokens_per_s")
+    chart = pareto(FOUND.feasible.with_columns(tokens), FOUND.pareto.with_columns(tokens), usd_per_gpu_hour=2.5)
+    spec = chart.to_dict()
+    assert marks(spec) == {"line": 1, "symbol": 2 * (3 + 3)}
+    assert "cost of a billion tokens (USD)" in texts(chart)
+    for rows in spec["datasets"].values():
+        assert [row["usd"] for row in rows] == pytest.approx([8 * 2.5 * 1e9 / 1000 / 3600] * 3)
+    told = {one.get("title") for one in spec["hconcat"][1]["layer"][-1]["encoding"]["tooltip"]}
+    assert {"GPUs", "step (s)", "memory (GB)", "cost of a billion tokens (USD)"} <= told
+
+
+@pytest.mark.parametrize("price", [0, -1.0, float("nan"), float("inf"), "2.5", [2]])
+def test_what_is_no_price_is_refused(price):
+    with pytest.raises(LumosError, match="usd_per_gpu_hour="):
+        pareto(FOUND.feasible, FOUND.pareto, usd_per_gpu_hour=price)
+
+
 @pytest.mark.parametrize(
     ("draw", "frame", "needed"),
     [
@@ -135,6 +154,7 @@ def test_no_rows_or_a_missing_column_is_an_error_that_says_so(draw, frame, neede
         draw(frame.clear())
     with pytest.raises(SchemaError, match=f"lacks column.* {needed}"):
         draw(frame.drop(needed))
+    refuses_other_types(draw, frame)
 
 
 @pytest.mark.parametrize("eyes", EYES)

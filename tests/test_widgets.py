@@ -49,8 +49,12 @@ def made_by_code(panel: Panel, **given: Any) -> Any:
 
 def brush(panel: Any, *between: float) -> None:
     """As a browser tells it that the overview was brushed."""
-    value = {"start_ms": list(between)} if between else {}
-    panel._overview._vl_selections = {"chosen": {"value": value, "store": []}}
+    chosen(panel._overview, {"start_ms": list(between)} if between else {})
+
+
+def chosen(chart: Any, value: dict[str, Any]) -> None:
+    """A message of a chart's selection."""
+    chart._handle_custom_msg({"chosen": value}, [])
 
 
 def test_a_run_is_explored_by_step_ranks_and_window(run: ln.Run) -> None:
@@ -87,7 +91,7 @@ def test_a_clicked_bar_is_an_op_with_what_it_waits_for(run: ln.Run) -> None:
     op = result.ops.filter(pl.col("kind") == "comm").row(0, named=True)
     begin_ms = (op["start_ns"] - result.ops["start_ns"].min()) / 1e6
     bar = {"rank": op["rank"], "lane": op["lane"], "start_ms": begin_ms, "end_ms": begin_ms + op["dur_ns"] / 1e6}
-    panel._timeline._vl_selections = {"chosen": {"value": {"vlPoint": {"or": [bar]}}, "store": []}}
+    chosen(panel._timeline, {"vlPoint": {"or": [bar]}})
     assert panel.controls["op"].value == op["op_id"]
     assert "itself" in texts(panel)
     assert f"ln.neighbours(result, {op['op_id']})" in panel.code

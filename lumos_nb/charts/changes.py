@@ -18,9 +18,10 @@ from lumos_nb.charts.style import (
     in_ms,
     names,
     texts,
+    told,
 )
 from lumos_nb.display import format_ns, format_share
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, LumosError
 from lumos_nb.partition import HasOps
 from lumos_nb.schema import OPS, require
 
@@ -56,11 +57,13 @@ def waterfall(parts: pl.DataFrame, *, rank: int | None = None, title: str = "", 
     >>> waterfall(breakdown(graph), rank=0)
     """
     rows = part_rows(parts, "")
+    if rows.is_empty():
+        raise LumosError("nothing to draw: no part of any rank takes time. Pass what `breakdown` returns.")
     step_ns = dict(rows.group_by("rank").agg(pl.col("time_ns").sum()).sort("rank").rows())
     if rank is not None and rank not in step_ns:
         raise InputError(f"the breakdown has no rank {rank}; it has {', '.join(map(str, step_ns))}.")
     chosen = max(step_ns, key=lambda one: step_ns[one]) if rank is None else rank
-    own = rows.filter(pl.col("rank") == chosen).sort("place")
+    own = rows.filter(pl.col("rank").eq_missing(chosen)).sort("place")
     end_ns = pl.col("time_ns").cum_sum()
     steps = own.select("part", "share", start_ns=end_ns - pl.col("time_ns"), end_ns=end_ns, text="time")
     whole = {"part": "step", "share": "", "start_ns": 0, "end_ns": step_ns[chosen], "text": format_ns(step_ns[chosen])}
@@ -97,10 +100,10 @@ def difference(
     --------
     >>> difference(compare(graph, another), level="op")
     """
-    check_rows(changes, ("level", "key", "a_ns", "b_ns", "diff_ns"), "comparison")
+    changes = check_rows(changes, "comparison", words=("level", "key"), numbers=("a_ns", "b_ns", "diff_ns"))
     rows = changes.filter(pl.col("level") == level).sort(pl.col("diff_ns").abs(), "key", descending=[True, False])
     if rows.is_empty():
-        levels = ", ".join(changes["level"].unique().sort())
+        levels = ", ".join(changes["level"].drop_nulls().unique().sort())
         raise InputError(f"the comparison has no level {level!r}; it has {levels}.")
     drawn = rows.head(most).select("key", "a_ns", "b_ns", "diff_ns")
     sums = pl.col("a_ns", "b_ns", "diff_ns").sum()
@@ -132,16 +135,16 @@ def _cascade(
     y = names(rows.columns[0])
     present = [name for name in colours if name in set(rows[by])]
     scale = alt.Scale(domain=present, range=[colours[name] for name in present])
-    told = [name for name in rows.columns if not name.endswith("_ms") and name != "way"]
+    shown = [name for name in rows.columns if not name.endswith("_ms") and name != "way"]
     bars = (
         alt.Chart(rows)
         .mark_bar(height={"band": 0.8})
         .encode(
             x=alt.X("start_ms:Q").title(x),
-            x2="end_ms:Q",
+            x2=alt.X2("end_ms:Q"),
             y=y,
             color=alt.Color(f"{by}:N", scale=scale).legend(None),
-            tooltip=told,
+            tooltip=told(*shown),
         )
     )
     sizes = alt.Chart(rows).mark_text(align="left", dx=5).encode(x="right_ms:Q", y=y, text="text:N")
@@ -173,7 +176,7 @@ def sensitivity(
     >>> halves = [{"scenario": f"{kind} x 0.5", kind: 0.5} for kind in ("cpu", "comm", "gap")]
     >>> sensitivity(sweep(graph, halves))
     """
-    check_rows(swept, ("scenario", "step_ns", "change"), "sweep")
+    swept = check_rows(swept, "sweep", labels=("scenario",), numbers=("step_ns", "change"))
     rows = swept.top_k(min(most, swept.height), by=pl.col("change").abs()).sort("change", "scenario")
     rows = rows.select(
         pl.col("scenario").cast(pl.String),
@@ -187,7 +190,7 @@ def sensitivity(
     ways = ["shorter", "longer"]
     colour = alt.Color("way:N").scale(domain=ways, range=[CHANGE_COLOURS[way] for way in ways]).legend(None)
     x = alt.X("change:Q").title("change of the step time").axis(format="+.0%")
-    bars = alt.Chart(rows).mark_bar().encode(x=x, y=y, color=colour, tooltip=["scenario", "step", "text"])
+    bars = alt.Chart(rows).mark_bar().encode(x=x, y=y, color=colour, tooltip=told("scenario", "step", "text"))
     sizes = alt.Chart(rows).mark_text(align="left", dx=5).encode(x="right:Q", y=y, text="text:N")
     return alt.LayerChart(layer=[bars, sizes], title=heading(title), width=width_px, height=alt.Step(22))
 
@@ -219,7 +222,7 @@ def slack_bars(
         require(source, "ops")
     ops = with_activity(OPS.check(source if isinstance(source, pl.DataFrame) else source.ops))
     ops = ops.filter(pl.col("dur_ns") > 0, pl.col("kind") != "boundary")
-    check_rows(ops, ("slack_ns",), "replayed op")
+    ops = check_rows(ops, "replayed op", numbers=("slack_ns",))
     classes = ["none: critical", *(f"below {format_ns(bound)}" for bound in SLACKS_NS), "more", "matters to no step"]
     place = pl.sum_horizontal(pl.lit(0), *(pl.col("slack_ns") >= bound for bound in (1, *SLACKS_NS)))
     rows = ops.group_by(
@@ -236,7 +239,7 @@ def slack_bars(
             x=alt.X("time_ms:Q").title("time of ops, all ranks together (ms)"),
             y=names("slack", [name for name in classes if name in set(rows["slack"])], title="slack"),
             color=alt.Color("activity:N").scale(domain=present, range=colours).title(None),
-            tooltip=["slack", "activity", "ops", "time"],
+            tooltip=told("slack", "activity", "ops", "time"),
         )
         .properties(width=width_px, height=alt.Step(24))
     )
@@ -262,15 +265,17 @@ def similarity_bars(
 
     Examples
     --------
-    >>> similarity_bars(similarity.classes)  # doctest: +SKIP
+    >>> alike = ln.benchmark.compare(datasets.path("gpt-ddp"), datasets.path("gpt-ddp-paired"))
+    >>> similarity_bars(alike.classes)
     """
-    check_rows(classes, ("where", "class", "time_ns", "replayed_time_ns"), "similarity")
+    classes = check_rows(classes, "similarity", words=("where", "class"), numbers=("time_ns", "replayed_time_ns"))
     rows = classes.select(
         name=pl.col("class") + pl.when(pl.col("where") == "device").then(pl.lit(" (device)")).otherwise(pl.lit("")),
         original=pl.col("time_ns") / 1e6,
         benchmark=pl.col("replayed_time_ns") / 1e6,
     )
-    base = alt.Chart(rows).encode(y=alt.Y("name:N").sort("-x").title(None), tooltip=["name", "original", "benchmark"])
+    times = [alt.Tooltip(f"{name}:Q", format=",.4~r", title=f"{name} (ms)") for name in ("original", "benchmark")]
+    base = alt.Chart(rows).encode(y=names("name").sort("-x"), tooltip=[*told("name"), *times])
     bars = base.mark_bar(color=PREDICTED).encode(x=alt.X("benchmark:Q").title("ms a step: benchmark, and | original"))
     ticks = base.mark_tick(color=MEASURED, thickness=3).encode(x="original:Q")
     return alt.LayerChart(layer=[bars, ticks], title=heading(title), width=width_px)

@@ -22,6 +22,7 @@ from lumos_nb.charts.style import (
     names,
     room,
     series_colour,
+    told,
 )
 from lumos_nb.config import Gpu
 
@@ -56,9 +57,11 @@ def roofline(
 
     Examples
     --------
-    >>> roofline(with_work(cal.predict_kernels(samples)), cal.gpu, "fp16")  # doctest: +SKIP
+    >>> from lumos_nb.costs.work import with_work
+    >>> samples = datasets.load("measured-kernels").filter(gpu="H100-SXM-80GB", op="gemm").head(100)
+    >>> roofline(with_work(cal.predict_kernels(samples)), cal.gpu, "fp16")
     """
-    check_rows(priced, ("flops", "bytes", "time_us", "dur_us"), "kernel")
+    priced = check_rows(priced, "kernel", numbers=("flops", "bytes", "time_us", "dur_us"))
     drawn = priced.sample(min(max_points, priced.height), seed=0)
     rates = {"measured": "time_us", "predicted": "dur_us"}
     shape = [name for name in ("op", "m", "n", "k") if name in drawn.columns]
@@ -83,7 +86,9 @@ def roofline(
     marks = (
         alt.Chart(points)
         .mark_point(size=14, filled=True, opacity=0.45)
-        .encode(x, y, color=series_colour(), tooltip=[*shape, "series", *figures("time_us", "rate", "intensity")])
+        .encode(
+            x, y, color=series_colour(), tooltip=[*told(*shape, "series"), *figures("time_us", "rate", "intensity")]
+        )
     )
     line = alt.Chart(roof).mark_line(color=GREY, strokeWidth=2, clip=True).encode(x, y)
     count = f"{drawn.height:,} of {priced.height:,} kernels; the line is the data sheet's roof"
@@ -124,18 +129,21 @@ def sweeps(
 
     Examples
     --------
-    >>> sweeps(frame, x="m", panel="weight", titles={"x": "tokens", "y": "time (us)"})  # doctest: +SKIP
+    >>> times = {"measured": [5.0, 6.0, 8.0], "predicted": [5.5, 6.0, 7.5]}
+    >>> frame = pl.DataFrame({"m": [1, 2, 4], "weight": "4096 x 4096", **times})
+    >>> sweeps(frame, x="m", panel="weight", titles={"x": "tokens", "y": "time (us)"})
     """
-    check_rows(frame, (x, panel, "measured", "predicted"), "sweep")
+    ends = [name for name in ("low", "high") if name in frame.columns]
+    frame = check_rows(frame, "sweep", labels=(panel,), numbers=(x, "measured", "predicted", *ends))
     along = alt.X(f"{x}:Q").scale(type="log" if log_x else "linear", nice=False).title(titles["x"])
     if log_x:
         along = along.axis(format="~s", tickCount=5, grid=False)
     y_title = titles["y"]
     legend = pl.DataFrame({"series": ["measured", "predicted"]}, schema={"series": pl.String})
-    tooltip = [panel, *figures(x, "measured", "predicted")]
+    tooltip = [*told(panel), *figures(x, "measured", "predicted")]
     base = alt.Chart()
     layers: list[alt.Chart] = []
-    if {"low", "high"} <= set(frame.columns):
+    if len(ends) == 2:
         shade = base.mark_area(opacity=0.18, color=PREDICTED)
         layers.append(shade.encode(along, alt.Y("low:Q").title(y_title), alt.Y2("high:Q")))
     named = {name: base.transform_calculate(series=f"'{name}'") for name in legend["series"]}
@@ -143,7 +151,7 @@ def sweeps(
     dots = named["measured"].mark_point(size=14, filled=True, opacity=0.7)
     layers.append(line.encode(along, alt.Y("predicted:Q").title(y_title), color=series_colour()))
     layers.append(dots.encode(along, alt.Y("measured:Q").title(y_title), color=series_colour(), tooltip=tooltip))
-    order = frame[panel].unique(maintain_order=True).to_list()
+    order = frame[panel].drop_nulls().unique(maintain_order=True).to_list()
     facet = alt.Facet(f"{panel}:N", sort=order, title=None, header=alt.Header(labelLimit=width_px + 40))
     together = alt.layer(*layers, data=frame).properties(width=width_px, height=round(width_px * 0.6))
     chart: alt.FacetChart = together.facet(facet=facet, columns=columns)
@@ -169,9 +177,9 @@ def learning_curve(scored: pl.DataFrame, *, title: str = "", width_px: int = 460
 
     Examples
     --------
-    >>> learning_curve(pl.DataFrame({"rows": [10, 100], "error": [0.3, 0.08], "series": "gemm"}))  # doctest: +SKIP
+    >>> learning_curve(pl.DataFrame({"rows": [10, 100], "error": [0.3, 0.08], "series": "gemm"}))
     """
-    check_rows(scored, ("rows", "error", "series"), "learning curve")
+    scored = check_rows(scored, "learning curve", labels=("series",), numbers=("rows", "error"))
     chart: alt.Chart = (
         alt.Chart(scored, title=heading(title))
         .mark_line(point=True)
@@ -182,7 +190,7 @@ def learning_curve(scored: pl.DataFrame, *, title: str = "", width_px: int = 460
             .axis(format=",", tickCount=6, **LOG_LOOK),
             y=alt.Y("error:Q").scale(zero=True).title("median error on the rest").axis(format="%"),
             color=alt.Color("series:N").scale(range=CLASS_COLOURS).title(None).legend(labelLimit=260),
-            tooltip=["series", alt.Tooltip("rows:Q", format=","), alt.Tooltip("error:Q", format=".1%")],
+            tooltip=[*told("series"), alt.Tooltip("rows:Q", format=","), alt.Tooltip("error:Q", format=".1%")],
         )
         .properties(width=width_px, height=220)
     )
@@ -227,10 +235,12 @@ def heat_map(
 
     Examples
     --------
-    >>> heat_map(cells, x="gpu", y="cell", value="basis", heat="basis", titles={})  # doctest: +SKIP
+    >>> cells = pl.DataFrame({"gpu": ["A100", "H100"], "cell": "gemm", "basis": ["measured", "data sheet"]})
+    >>> heat_map(cells, x="gpu", y="cell", value="basis", heat="basis", titles={})
     """
     written = [] if text is None else [text]
-    check_rows(frame, (x, y, value, *written), "matrix")
+    labels, numbers = ((x, y, *written, value), ()) if heat == "basis" else ((x, y, *written), (value,))
+    frame = check_rows(frame, "matrix", labels=labels, numbers=numbers)
     order = {name: frame[column].unique(maintain_order=True).to_list() for name, column in (("x", x), ("y", y))}
     order |= {name: list(values) for name, values in (orders or {}).items()}
     angle = 0 if max(len(str(label)) for label in order["x"]) * 6 < cell_px[0] else -35
@@ -244,15 +254,19 @@ def heat_map(
     if heat != "basis":
         colour = colour.legend(format="+.0%" if heat == "signed error" else ".0%")
     figure = alt.Tooltip(f"{value}:{kind}") if heat == "basis" else alt.Tooltip(f"{value}:Q", format=".1%")
-    cells = alt.Chart(frame).mark_rect(stroke=EDGE).encode(**axes, color=colour, tooltip=[x, y, figure, *written])
+    cells = (
+        alt.Chart(frame)
+        .mark_rect(stroke=EDGE)
+        .encode(**axes, color=colour, tooltip=[*told(x, y), figure, *told(*written)])
+    )
     label = alt.Text(f"{text}:N") if text else alt.Text(f"{value}:Q", format="+.0%" if "signed" in heat else ".0%")
     dark = {"basis": f"datum['{value}'] == 'measured'", "error": f"datum['{value}'] > 0.3"}.get(
         heat, f"abs(datum['{value}']) > 0.25"
     )
     ink = alt.condition(dark, alt.value("white"), alt.value(ON_LIGHT))
-    labels = alt.Chart(frame).mark_text(fontSize=9).encode(**axes, text=label, color=ink)
+    letters = alt.Chart(frame).mark_text(fontSize=9).encode(**axes, text=label, color=ink)
     width, height = (alt.Step(size) for size in cell_px)
-    return alt.LayerChart(layer=[cells, labels], title=heading(titles.get("chart", "")), width=width, height=height)
+    return alt.LayerChart(layer=[cells, letters], title=heading(titles.get("chart", "")), width=width, height=height)
 
 
 def _heat_scale(heat: Heat) -> alt.Scale:
@@ -282,9 +296,9 @@ def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int 
 
     Examples
     --------
-    >>> error_spread(pl.DataFrame({"op": ["add"] * 3, "error": [-0.1, 0.0, 0.2]}), by="op")  # doctest: +SKIP
+    >>> error_spread(pl.DataFrame({"op": ["add"] * 3, "error": [-0.1, 0.0, 0.2]}), by="op")
     """
-    check_rows(rows, (by, "error"), "error")
+    rows = check_rows(rows, "error", labels=(by,), numbers=("error",))
     shares = {"p05": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
     quantiles = {name: pl.col("error").quantile(share, "linear") for name, share in shares.items()}
     classes = rows.group_by(by, maintain_order=True).agg(rows=pl.len(), **quantiles)
@@ -300,7 +314,7 @@ def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int 
 
     middle = base.mark_tick(color=MEASURED, thickness=2, size=15).encode(x="median:Q")
     none = alt.Chart(pl.DataFrame({"x": [0.0]})).mark_rule(color=GREY, strokeDash=[4, 3]).encode(x="x:Q")
-    layers = [bar("p05", "p95", 5, 0.35), bar("p25", "p75", 11, 0.6), middle, none]
+    layers = [bar("p05", "p95", 5, 0.5), bar("p25", "p75", 11, 0.9), middle, none]
     return alt.LayerChart(layer=layers, title=heading(title), width=width_px, height=alt.Step(19))
 
 
@@ -321,9 +335,10 @@ def interval_check(scores: pl.DataFrame, *, title: str = "", width_px: int = 460
 
     Examples
     --------
-    >>> interval_check(scores)  # doctest: +SKIP
+    >>> score = {"name": "gemm", "left_out": "model", "coverage": 0.9, "width": 0.3, "groups": 4, "rows": 100}
+    >>> interval_check(pl.DataFrame([score]))
     """
-    check_rows(scores, ("name", "left_out", "coverage", "width", "groups", "rows"), "score")
+    scores = check_rows(scores, "score", labels=("name", "left_out"), numbers=("coverage", "width", "groups", "rows"))
     y = alt.Y("coverage:Q").scale(domain=[0, 1]).title("rows inside the interval").axis(format="%")
     wanted = alt.Chart(pl.DataFrame({"low": [0.85], "high": [0.95]})).mark_rect(opacity=0.18, color="#009E73")
     points = alt.Chart(scores).mark_point(size=60, filled=True, opacity=0.75)
@@ -335,7 +350,7 @@ def interval_check(scores: pl.DataFrame, *, title: str = "", width_px: int = 460
         y=y,
         color=alt.Color("left_out:N").scale(range=CLASS_COLOURS).title("left out"),
         tooltip=[
-            *("name", "left_out", "groups", alt.Tooltip("rows:Q", format=",")),
+            *(*told("name", "left_out", "groups"), alt.Tooltip("rows:Q", format=",")),
             *(alt.Tooltip(f"{name}:Q", format=".1%") for name in ("coverage", "width")),
         ],
     )

@@ -11,7 +11,7 @@ import altair as alt
 import polars as pl
 
 from lumos_nb.charts.lane_bars import LABEL, in_order, with_activity
-from lumos_nb.charts.style import ACTIVITY_COLOURS, CLASS_COLOURS, GREY, INK, check_window, heading, names, texts
+from lumos_nb.charts.style import ACTIVITY_COLOURS, CLASS_COLOURS, GREY, INK, check_window, heading, names, texts, told
 from lumos_nb.critical_path import Result
 from lumos_nb.display import format_ns
 from lumos_nb.errors import InputError, LumosError, require_whole
@@ -66,7 +66,7 @@ def dependencies(
 
     Examples
     --------
-    >>> dependencies(replay(graph), window_ns=(0, 5_000_000), ranks=[0, 1])  # doctest: +SKIP
+    >>> dependencies(replay(graph), window_ns=(0, 5_000_000), ranks=[0, 1])
     """
     graph = source.graph if isinstance(source, Result) else source
     require(graph, "edges")
@@ -226,11 +226,16 @@ def _drawn(boxes: pl.DataFrame, links: pl.DataFrame, width_px: int) -> alt.Layer
         alt.Chart(turns).mark_rule(stroke=GREY).encode(x=x["to"], x2="column:Q", y=y),
         box.mark_bar(opacity=0.35, **shape).encode(
             color=alt.Color("activity:N", scale=colours).title("mostly"),
-            tooltip=["label", "phase", "name", "ops", "took", "activity"],
+            tooltip=told("label", "phase", "name", "ops", "took", "activity"),
         ),
         box.transform_filter("datum.critical").mark_bar(filled=False, stroke=INK, strokeWidth=1.4, **shape),
         line.mark_rule(strokeWidth=1.3).encode(
-            x=x["to"], x2="column_to:Q", y=y, y2="label_to:N", color=ink.title("waits for"), tooltip=["rule", "edges"]
+            x=x["to"],
+            x2="column_to:Q",
+            y=y,
+            y2="label_to:N",
+            color=ink.title("waits for"),
+            tooltip=told("rule", "edges"),
         ),
         line.mark_point(filled=True, size=22, opacity=1).encode(x=x["column_to"], y=y2, color=ink.legend(None)),
         box.mark_text(align="left", dx=5, dy=-6, lineBreak="\n", fontSize=10, limit=width_px / end * _WIDE - 8).encode(

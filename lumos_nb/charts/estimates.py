@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import altair as alt
@@ -20,8 +21,9 @@ from lumos_nb.charts.style import (
     heading,
     room,
     seconds,
+    told,
 )
-from lumos_nb.errors import LumosError
+from lumos_nb.errors import InputError, LumosError
 from lumos_nb.workloads.llm.candidates import AXES
 
 OTHER_SERIES = (("#D55E00", "cross"), ("#009E73", "diamond"), ("#CC79A7", "square"))
@@ -29,6 +31,8 @@ OTHER_SERIES = (("#D55E00", "cross"), ("#009E73", "diamond"), ("#CC79A7", "squar
 CLOSE = 0.1
 """Half the width of the band that a scatter shades."""
 SPAN = ("low_s", "high_s")
+PER_TOKENS = "cost of a billion tokens (USD)"
+MEMORY = alt.Tooltip("memory_gb:Q", format=".1f", title="memory (GB)")
 OBSTACLE = r"^(?:[A-Z]\w+: )?(\w+)"
 """What is in the way: the field that a reason names, or memory."""
 
@@ -54,10 +58,11 @@ def agreement(
 
     Examples
     --------
-    >>> agreement(scored)  # doctest: +SKIP
+    >>> step = {"source": "vTrain", "measured_s": 1.0, "predicted_s": 1.1, "low_s": 0.8, "high_s": 1.4}
+    >>> agreement(pl.DataFrame([step]))
     """
     times = ("measured_s", "predicted_s", *SPAN)
-    check_rows(scored, (by, *times), "scored")
+    scored = check_rows(scored, "scored", labels=(by,), numbers=times)
     rows = scored.with_columns(error=pl.col("predicted_s") / pl.col("measured_s") - 1)
     ends = room(pl.concat([rows[name].cast(pl.Float64) for name in times]))
     scale = alt.Scale(type="log", domain=ends, nice=False)
@@ -74,9 +79,13 @@ def agreement(
         alt.Color(f"{by}:N")
         .scale(domain=order, range=CLASS_COLOURS)
         .title(None)
-        .legend(labelLimit=300, symbolOpacity=1)
+        .legend(labelLimit=420, symbolOpacity=1)
     )
-    tooltip = [*rows.select(pl.col("^run$")).columns, by, *seconds(*times), alt.Tooltip("error:Q", format="+.1%")]
+    tooltip = [
+        *told(*rows.select(pl.col("^run$")).columns, by),
+        *seconds(*times),
+        alt.Tooltip("error:Q", format="+.1%"),
+    ]
     spans = alt.Chart(rows).mark_rule(opacity=0.5).encode(x=x, color=colour, **span)
     points = alt.Chart(rows).mark_point(size=36, filled=True, opacity=0.9)
     points = points.encode(x=x, y=y, color=colour, tooltip=tooltip)
@@ -104,9 +113,10 @@ def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 
 
     Examples
     --------
-    >>> step_times(rows)  # doctest: +SKIP
+    >>> rows = [("2 x 2", "measured", 1.0, None, None), ("2 x 2", "predicted", 1.1, 0.8, 1.4)]
+    >>> step_times(pl.DataFrame(rows, ["label", "series", "time_s", "low_s", "high_s"], orient="row"))
     """
-    check_rows(rows, ("label", "series", "time_s", *SPAN), "step time")
+    rows = check_rows(rows, "step time", labels=("label", "series"), numbers=("time_s", *SPAN))
     named = rows["series"].unique(maintain_order=True).to_list()
     others = [series for series in named if series not in SERIES]
     if len(others) > len(OTHER_SERIES):
@@ -117,7 +127,7 @@ def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 
     labels = rows["label"].unique(maintain_order=True).to_list()
     x = alt.X("label:N").scale(domain=labels).title(None).axis(labelAngle=-40, labelLimit=200, ticks=False)
     y_title = "step time (s)"
-    spans = alt.Chart(rows.drop_nulls(SPAN)).mark_rule(strokeWidth=4, opacity=0.3)
+    spans = alt.Chart(rows.drop_nulls(SPAN)).mark_rule(strokeWidth=4, opacity=0.45)
     spans = spans.encode(x=x, y=alt.Y("low_s:Q").title(y_title), y2="high_s:Q", color=colour)
     points = alt.Chart(rows).mark_point(size=110, strokeWidth=2, opacity=1)
     points = points.encode(
@@ -125,7 +135,7 @@ def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 
         y=alt.Y("time_s:Q").title(y_title),
         color=colour,
         shape=alt.Shape("series:N").scale(domain=named, range=shapes).title(None),
-        tooltip=["label", "series", *seconds("time_s", *SPAN)],
+        tooltip=[*told("label", "series"), *seconds("time_s", *SPAN)],
     )
     text = heading(title, "bars: nominal 90 % intervals")
     return alt.LayerChart(layer=[spans, points], title=text, width=alt.Step(step_px), height=240)
@@ -158,10 +168,12 @@ def layouts(
 
     Examples
     --------
-    >>> layouts(found.frame)  # doctest: +SKIP
+    >>> found = search(model, cluster, train, keep=1, schedule="1f1b", cp=1)
+    >>> layouts(found.frame)
     """
+    numbers = ("step_s", "memory_bytes")
+    frame = check_rows(frame, "search", labels=(x, y), words=("why_not",), numbers=numbers, flags=("feasible",))
     axes = [name for name in AXES if name in frame.columns]
-    check_rows(frame, (x, y, "feasible", "why_not", "step_s", "memory_bytes"), "search")
     best = frame.sort("feasible", "step_s", "memory_bytes", descending=[True, False, False], nulls_last=True)
     cells = best.unique([x, y], keep="first", maintain_order=True).with_columns(
         text=pl.when("feasible").then(_three_digits("step_s")).otherwise(pl.col("why_not").str.extract(OBSTACLE)),
@@ -173,8 +185,8 @@ def layouts(
         "x": alt.X(f"{x}:O").scale(domain=scales["x"]).axis(**look),
         "y": alt.Y(f"{y}:O").scale(domain=scales["y"]).axis(**look),
     }
-    tooltip = [*axes, *seconds("step_s"), alt.Tooltip("memory_gb:Q", format=".1f", title="memory (GB)"), "why_not"]
-    fits, fails = cells.filter("feasible"), cells.filter(~pl.col("feasible"))
+    tooltip = [*told(*axes), *seconds("step_s"), MEMORY, *told("why_not")]
+    fits, fails = cells.filter("feasible", pl.col("step_s").is_not_null()), cells.filter(~pl.col("feasible"))
     colour = alt.Color("step_s:Q").scale(type="log", scheme="blues", reverse=True).title("step time (s)")
     drawn = [
         alt.Chart(fails).mark_rect(color=NOTHING, stroke=EDGE).encode(**where, tooltip=tooltip),
@@ -201,40 +213,50 @@ def pareto(
     frame: pl.DataFrame,
     front: pl.DataFrame,
     *,
+    usd_per_gpu_hour: float | None = None,
     title: str = "Time and memory",
     width_px: int = 480,
     max_points: int = 2000,
-) -> alt.LayerChart:
+) -> alt.LayerChart | alt.HConcatChart:
     """Draw step time over memory of all layouts that fit, and the front: those than which none is better in both.
 
     Parameters
     ----------
     frame, front
         `Found.feasible` and `Found.pareto` of a search.
+    usd_per_gpu_hour
+        What a GPU costs; then the time is drawn over the price of a billion tokens too, beside it.
     title, width_px
-        Heading, and width of the plot.
+        Heading, and width of a plot.
     max_points
         Layouts drawn behind the front; of more, so many at random.
 
     Raises
     ------
     LumosError, SchemaError
-        There is no row, or a column is missing.
+        There is no row, or a column is missing or of another type.
+    InputError
+        The price is no positive number.
 
     Examples
     --------
-    >>> pareto(found.feasible, found.pareto)  # doctest: +SKIP
+    >>> found = search(model, cluster, train, keep=1, schedule="1f1b", cp=1)
+    >>> pareto(found.feasible, found.pareto, usd_per_gpu_hour=2.5)
     """
-    for table, what in ((frame, "search"), (front, "front")):
-        check_rows(table, ("gpus", "step_s", "memory_bytes"), what)
+    priced = usd_per_gpu_hour is not None
+    if priced and not (isinstance(usd_per_gpu_hour, int | float) and 0 < usd_per_gpu_hour < math.inf):
+        raise InputError(f"usd_per_gpu_hour={usd_per_gpu_hour!r:.60}: give what a GPU costs an hour, such as 2.5.")
+    needed = ("gpus", "step_s", "memory_bytes", *(["tokens_per_s"] if priced else []))
+    frame, front = (check_rows(table, what, numbers=needed) for table, what in ((frame, "search"), (front, "front")))
     behind = frame.sample(min(max_points, frame.height), seed=0)
-    axes = [name for name in AXES if name in front.columns and frame[name].n_unique() > 1]
-    tooltip = [*axes, *seconds("step_s"), alt.Tooltip("memory_gb:Q", format=".1f", title="memory (GB)")]
-    shown = [
-        table.select(*axes, *([] if "gpus" in axes else ["gpus"]), "step_s", memory_gb=pl.col("memory_bytes") / 1e9)
+    varied = {name for name in frame.columns if frame[name].n_unique() > 1} & {*front.columns} - {"gpus"}
+    axes = [name for name in AXES if name in varied]
+    billion_hours = pl.col("gpus") / pl.col("tokens_per_s") * 1e9 / 3600
+    usd = [(billion_hours * usd_per_gpu_hour).alias("usd")] if priced else []
+    behind, marked = (
+        table.select(*axes, "gpus", "step_s", (pl.col("memory_bytes") / 1e9).alias("memory_gb"), *usd)
         for table in (behind, front)
-    ]
-    x = alt.X("memory_gb:Q").scale(zero=False).title("memory of the fullest rank (GB)")
+    )
     y = (
         alt.Y("step_s:Q")
         .scale(type="log", nice=False, domain=room(frame["step_s"]))
@@ -242,13 +264,22 @@ def pareto(
         .axis(format="~g", **LOG_LOOK)
     )
     colour = alt.Color("gpus:N").scale(range=(PREDICTED, *CLASS_COLOURS[1:])).title("GPUs")
-    dots = alt.Chart(shown[0]).mark_point(size=14, filled=True, color="#999999", opacity=0.35)
-    line = alt.Chart(shown[1]).mark_line(interpolate="step-after", strokeWidth=1.5)
-    marks = alt.Chart(shown[1]).mark_point(size=50, filled=True, opacity=1)
-    layers = [
-        dots.encode(x=x, y=y, tooltip=tooltip),
-        line.encode(x=x, y=y, color=colour),
-        marks.encode(x=x, y=y, color=colour, tooltip=tooltip),
-    ]
+    cost = [alt.Tooltip("usd:Q", format=",.4~r", title=PER_TOKENS)] if priced else []
+    tooltip = [*told(*axes), alt.Tooltip("gpus:Q", title="GPUs"), *seconds("step_s"), MEMORY, *cost]
+
+    def over(x: alt.X, *between: alt.Chart) -> alt.LayerChart:
+        dots = alt.Chart(behind).mark_point(size=18, filled=True, color="#999999", opacity=0.6)
+        marks = alt.Chart(marked).mark_point(size=50, filled=True, opacity=1)
+        layers = [dots.encode(x=x, y=y, tooltip=tooltip), *(one.encode(x=x, y=y, color=colour) for one in between)]
+        layers.append(marks.encode(x=x, y=y, color=colour, tooltip=tooltip))
+        return alt.LayerChart(layer=layers, width=width_px, height=300)
+
+    line = alt.Chart(marked).mark_line(interpolate="step-after", strokeWidth=1.5)
+    drawn = over(alt.X("memory_gb:Q").scale(zero=False).title("memory of the fullest rank (GB)"), line)
     count = f"{behind.height:,} of {frame.height:,} layouts that fit; coloured: the {front.height} that none beats"
-    return alt.LayerChart(layer=layers, title=heading(title, count), width=width_px, height=300)
+    if not priced:
+        return drawn.properties(title=heading(title, count))
+    beside = over(alt.X("usd:Q").scale(zero=False).title(PER_TOKENS))
+    return alt.HConcatChart(
+        hconcat=[drawn, beside], title=heading(title, f"{count}; at {usd_per_gpu_hour:g} USD a GPU-hour")
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import altair as alt
 import polars as pl
 
-from lumos_nb.charts.style import EDGE, INK, NOTHING, ON_LIGHT, check_rows, heading, in_ms, names, texts
+from lumos_nb.charts.style import EDGE, INK, NOTHING, ON_LIGHT, check_rows, heading, in_ms, names, texts, told
 from lumos_nb.display import format_ns
-from lumos_nb.errors import LumosError
+from lumos_nb.errors import LumosError, SchemaError
 from lumos_nb.partition import HasOps
 from lumos_nb.schema import OPS, require
 from lumos_nb.workloads.llm.memory import CLASSES
@@ -21,6 +21,7 @@ MEMORY_COLOURS = dict(
 )
 PASSES = {"forward": 0.92, "backward": 0.62, "weight gradients": 0.32}
 """What a pass does, and how much of its row's height its bar has."""
+GB = alt.Tooltip("gb:Q", format=".3~f", title="GB")
 NUMBERED = 250
 """Passes up to which each bar bears the number of its micro-batch."""
 
@@ -60,12 +61,12 @@ def schedule(
     x = alt.X("start_ms:Q").title("time (ms)").scale(nice=False)
     y = names("rank", passes["rank"].unique(maintain_order=True).to_list())
     colour = alt.Color("micro_batch:Q").scale(scheme="viridis").title("micro-batch").legend(format="d")
-    tooltip = ["rank", "micro_batch", "pass", "chunk", "start", "duration", "ops"]
+    tooltip = told("rank", "micro_batch", "pass", "chunk", "start", "duration", "ops")
     drawn = in_ms(passes)
     layers = [
         alt.Chart(drawn.filter(pl.col("pass") == name))
         .mark_bar(height={"band": height}, stroke=EDGE, strokeWidth=0.4)
-        .encode(x=x, x2="end_ms:Q", y=y, color=colour, tooltip=tooltip)
+        .encode(x=x, x2=alt.X2("end_ms:Q"), y=y, color=colour, tooltip=tooltip)
         for name, height in PASSES.items()
         if name in set(drawn["pass"])
     ]
@@ -131,12 +132,13 @@ def memory_bars(
     --------
     >>> memory_bars(found.memory, limit_bytes=found.cluster.gpu_sheet.memory_bytes)
     """
-    check_rows(memory, ("stage", "class", "bytes", "moment"), "memory")
-    rows = memory.filter(pl.col("bytes") > 0).select(
+    memory = check_rows(memory, "memory", labels=("stage",), words=("class", "moment"), numbers=("bytes",))
+    used = memory.filter(pl.col("bytes") > 0)
+    present = _classes(used)
+    rows = used.select(
         "class", "moment", gb=pl.col("bytes") / 1e9, label=pl.format("pipeline rank {}", "stage"),
         place=pl.col("class").cast(pl.Enum(CLASSES)).to_physical(),
     )  # fmt: skip
-    present = [name for name in CLASSES if name in set(rows["class"])]
     colours = [MEMORY_COLOURS[name] for name in present]
     labels = memory.sort("stage").select(pl.format("pipeline rank {}", "stage").unique(maintain_order=True))
     bars = alt.Chart(rows).mark_bar()
@@ -145,14 +147,24 @@ def memory_bars(
         y=names("label", labels.to_series().to_list()),
         color=alt.Color("class:N").scale(domain=present, range=colours).title(None),
         order=alt.Order("place:Q"),
-        tooltip=["label", "class", alt.Tooltip("gb:Q", format=".3~f", title="GB"), "moment"],
+        tooltip=[*told("label", "class"), GB, *told("moment")],
     )
     layers: list[alt.Chart] = [bars]
     if limit_bytes is not None:
         limit = alt.Chart(pl.DataFrame({"gb": [limit_bytes / 1e9]}))
-        layers.append(limit.mark_rule(strokeDash=[6, 3], strokeWidth=1.5, stroke=INK).encode(x="gb:Q"))
+        layers.append(limit.mark_rule(strokeDash=[6, 3], strokeWidth=1.5, stroke=INK).encode(x=alt.X("gb:Q")))
     text = heading(title, "dashed: what a GPU has" if limit_bytes is not None else "")
     return alt.LayerChart(layer=layers, title=text, width=width_px, height=alt.Step(26))
+
+
+def _classes(memory: pl.DataFrame) -> list[str]:
+    """The classes of rows that use memory, in their order."""
+    there = set(memory["class"])
+    if unknown := there - {*CLASSES}:
+        raise SchemaError(f"memory table has the class {min(map(str, unknown))!r}; classes are {', '.join(CLASSES)}.")
+    if not there:
+        raise LumosError("nothing to draw: no class uses memory.")
+    return [name for name in CLASSES if name in there]
 
 
 def memory_over_time(
@@ -185,9 +197,9 @@ def memory_over_time(
     --------
     >>> memory_over_time(found.memory_over_time)
     """
-    check_rows(memory, ("stage", "time_ns", "class", "bytes"), "memory")
+    memory = check_rows(memory, "memory", labels=("stage",), words=("class",), numbers=("time_ns", "bytes"))
     used = memory.filter((pl.col("bytes") > 0).any().over("class"))
-    present = [name for name in CLASSES if name in set(used["class"])]
+    present = _classes(used)
     used = used.with_columns(pl.col("time_ns") - pl.col("time_ns").min())
     rows = _thinned(used, max_rows // (len(present) * used["stage"].n_unique()) - 2).select(
         "time_ns",
@@ -205,7 +217,7 @@ def memory_over_time(
         y=y.stack("zero"),
         color=alt.Color("class:N").scale(domain=present, range=colours).title(None),
         order=alt.Order("place:Q"),
-        tooltip=["class", alt.Tooltip("gb:Q", format=".3~f", title="GB")],
+        tooltip=[*told("class"), GB],
     )
     layers = [area]
     if limit_bytes is not None:

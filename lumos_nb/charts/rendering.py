@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import altair as alt
 
-from lumos_nb.charts.style import EDGE, INK
+from lumos_nb.charts.style import EDGE, INK, PALER, PREDICTED
 
 Theme = Literal["light", "dark"]
 
@@ -35,21 +35,33 @@ DARK = {
     "view": {"stroke": _LINES},
 }
 """What the dark theme sets; its paper is that of JupyterLab's."""
-_EXCHANGED = {INK: EDGE, EDGE: _PAPER}
+_ON_DARK = "(isString(background) && luminance(background) < 0.4)"
+_EXCHANGED = {
+    INK: {"expr": f"{_ON_DARK} ? '{EDGE}' : '{INK}'"},
+    EDGE: {"expr": "background"},
+    PREDICTED: {"expr": f"{_ON_DARK} ? '{PALER}' : '{PREDICTED}'"},
+}
+_FOLLOWING = {
+    "text": {"color": _EXCHANGED[INK]},
+    "axis": {"gridColor": {"expr": f"{_ON_DARK} ? '#555555' : '#DDDDDD'"}},
+}
 
 
 def in_theme(spec: dict[str, Any], theme: Theme) -> dict[str, Any]:
-    """A chart's specification in a theme: light is how charts are made, white behind; dark is drawn on black."""
-    if theme == "light":
-        return spec
+    """A chart's specification in a theme: dark is drawn on black, light in the colours of what shows it.
+
+    That draws on white, but for JupyterLab in its dark theme: ink and edges are what its background wants.
+    """
+    setting = {**_FOLLOWING, **DARK} if theme == "dark" else _FOLLOWING
     config = spec.get("config", {})
-    merged = {key: {**DARK[key], **config.get(key, {})} for key in DARK if key != "background"}  # type: ignore[dict-item]
+    merged = {key: {**value, **config.get(key, {})} for key, value in setting.items() if isinstance(value, dict)}
+    paper = {"background": DARK["background"]} if theme == "dark" else {}
     drawn = {key: value if key == "datasets" else _exchanged(value) for key, value in spec.items()}
-    return {**drawn, "config": {**config, **merged, "background": _PAPER}}
+    return {**drawn, "config": {**_exchanged(config), **merged, **paper}}
 
 
 def _exchanged(value: Any) -> Any:
-    """The same with ink and edges in the colours that the dark theme has for them."""
+    """The same with ink and edges as expressions."""
     if isinstance(value, dict):
         return {key: _exchanged(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -57,20 +69,21 @@ def _exchanged(value: Any) -> Any:
     return _EXCHANGED.get(value, value) if isinstance(value, str) else value
 
 
-def _theme() -> Theme:
+def asked_theme() -> Theme:
+    """What `LUMOS_NB_THEME` says."""
     return "dark" if os.environ.get("LUMOS_NB_THEME") == "dark" else "light"
 
 
 def mime_bundle(spec: dict[str, Any], *, still: bool = True, **_options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """A chart as notebooks keep it: its specification, a PNG of it (unless `LUMOS_NB_STATIC=0`), and a line of text.
 
-    In JupyterLab's dark theme it is a white card, or dark with `LUMOS_NB_THEME=dark`.
+    JupyterLab draws it in its own theme, its image is light; with `LUMOS_NB_THEME=dark` both are dark everywhere.
 
     A panel that redraws it leaves the PNG out (`still=False`).
 
     altair's renderer "lumos_nb".
     """
-    spec = in_theme(spec, _theme())
+    spec = in_theme(spec, asked_theme())
     interactive = {**spec, "$schema": "https://vega.github.io/schema/vega-lite/v5.json"}
     bundle: dict[str, Any] = {JUPYTERLAB_MIME: interactive, "text/plain": "a chart, which this program cannot show"}
     if os.environ.get("LUMOS_NB_STATIC") == "0" or not still:

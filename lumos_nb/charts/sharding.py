@@ -5,7 +5,7 @@ from __future__ import annotations
 import altair as alt
 import polars as pl
 
-from lumos_nb.charts.style import CLASS_COLOURS, EDGE, MEASURED, PREDICTED, check_rows, figures, heading, names
+from lumos_nb.charts.style import CLASS_COLOURS, EDGE, MEASURED, PREDICTED, check_rows, figures, heading, names, told
 from lumos_nb.workloads.dlrm.plan import KINDS, SHARDS
 
 KIND_COLOURS = dict(zip(KINDS, CLASS_COLOURS, strict=False))
@@ -30,7 +30,7 @@ def sharding_plan(shards: pl.DataFrame, *, title: str = "Which device holds what
     --------
     >>> sharding_plan(plan.frame)
     """
-    check_rows(shards, tuple(SHARDS.columns), "shard")
+    shards = check_rows(SHARDS.check(shards), "shard")
     rows = shards.select(
         *("table", "kind", "first_row", "rows", "first_column", "dim"),
         device=pl.format("device {}", "device"),
@@ -48,14 +48,16 @@ def sharding_plan(shards: pl.DataFrame, *, title: str = "Which device holds what
             y=names("device", [f"device {device}" for device in devices]),
             color=colour.legend(labelExpr="replace(datum.label, '_', ' ')"),
             order=alt.Order("place:Q"),
-            tooltip=["device", "table", "kind", *figures("gb", "first_row", "rows", "first_column", "dim")],
+            tooltip=[*told("device", "table", "kind"), *figures("gb", "first_row", "rows", "first_column", "dim")],
         )
         .properties(width=width_px, height=alt.Step(18))
     )
     return chart
 
 
-def device_loads(devices: pl.DataFrame, *, title: str = "", width_px: int = 460) -> alt.VConcatChart:
+def device_loads(
+    devices: pl.DataFrame, *, title: str = "What each device does and holds", width_px: int = 460
+) -> alt.VConcatChart:
     """Draw what each device of a sharding plan does and holds: times by part, and memory with what there is.
 
     Parameters
@@ -80,7 +82,7 @@ def device_loads(devices: pl.DataFrame, *, title: str = "", width_px: int = 460)
         "backward_us": "lookups backward", "forward_us": "lookups forward", "backward_exchange_us": "exchange backward",
         "forward_exchange_us": "exchange forward, with waiting",
     }  # fmt: skip
-    check_rows(devices, ("device", "bytes", "memory_bytes", *parts), "device")
+    devices = check_rows(devices, "device", labels=("device",), numbers=("bytes", "memory_bytes", *parts))
     long = devices.unpivot(list(parts), index="device", variable_name="part", value_name="us").with_columns(
         pl.col("part").replace_strict(parts),
         ms=pl.col("us") / 1e3,
@@ -93,10 +95,11 @@ def device_loads(devices: pl.DataFrame, *, title: str = "", width_px: int = 460)
         y=y,
         color=alt.Color("part:N").scale(domain=list(parts.values()), range=CLASS_COLOURS).title(None),
         order=alt.Order("place:Q"),
-        tooltip=["device", "part", *figures("ms")],
+        tooltip=[*told("device", "part"), *figures("ms")],
     )
     held = devices.select("device", gb=pl.col("bytes") / 1e9, limit=pl.col("memory_bytes") / 1e9)
-    tooltip = ["device", alt.Tooltip("gb:Q", format=",.3~r", title="GB"), alt.Tooltip("limit:Q", format=",.3~r")]
+    of_gb = {"gb": "holds (GB)", "limit": "may hold (GB)"}
+    tooltip = [*told("device"), *(alt.Tooltip(f"{of}:Q", format=",.3~r", title=text) for of, text in of_gb.items())]
     bars = alt.Chart(held).mark_bar(color=PREDICTED).encode(x=alt.X("gb:Q").title("memory (GB)"), y=y, tooltip=tooltip)
     most = alt.Chart(held).mark_tick(color=MEASURED, thickness=2, size=14).encode(x="limit:Q", y=y)
     plots = [alt.LayerChart(layer=marks, width=width_px, height=alt.Step(16)) for marks in ([times], [bars, most])]

@@ -23,6 +23,7 @@ from lumos_nb.charts.style import (
     in_ms,
     names,
     texts,
+    told,
 )
 from lumos_nb.display import format_ns, format_share
 from lumos_nb.errors import LumosError, SchemaError
@@ -86,17 +87,17 @@ def timeline(
     layers = [
         bars.encode(
             x=x,
-            x2="end_ms:Q",
+            x2=alt.X2("end_ms:Q"),
             y=y,
             color=alt.Color("activity:N", scale=scale).title(None),
-            tooltip=["name", "kind", "shapes", "rank", "lane", "start", "duration", "slack", "ops"],
+            tooltip=told("name", "kind", "shapes", "rank", "lane", "start", "duration", "slack", "ops"),
         ),
-        stays.encode(x=x, x2="end_ms:Q", y=y),
-        links.encode(x="from_ms:Q", x2="start_ms:Q", y="from_label:N", y2="label:N"),
+        stays.encode(x=x, x2=alt.X2("end_ms:Q"), y=y),
+        links.encode(x=alt.X("from_ms:Q"), x2=alt.X2("start_ms:Q"), y=alt.Y("from_label:N"), y2=alt.Y2("label:N")),
     ]
     if rows.step_ns is not None:
         begins = alt.Chart(in_ms(pl.DataFrame({"step_ns": [rows.step_ns]})))
-        layers.append(begins.mark_rule(strokeDash=[6, 3], strokeWidth=1.5, stroke=INK).encode(x="step_ms:Q"))
+        layers.append(begins.mark_rule(strokeDash=[6, 3], strokeWidth=1.5, stroke=INK).encode(x=alt.X("step_ms:Q")))
     text = heading(_title(source) if title is None else title, _subtitle(rows))
     return alt.LayerChart(layer=layers, width=width_px, height=alt.Step(22), title=text)
 
@@ -169,7 +170,7 @@ def breakdown_bars(
             y=names("label", bars),
             color=alt.Color("part:N").scale(domain=present, range=colours).title(None),
             order=alt.Order("place:Q"),
-            tooltip=["part", "rank", "time", "share"],
+            tooltip=told("part", "rank", "time", "share"),
         )
         .properties(width=width_px, height=alt.Step(26))
     )
@@ -178,7 +179,7 @@ def breakdown_bars(
 
 def part_rows(frame: pl.DataFrame, name: str) -> pl.DataFrame:
     """The parts of a breakdown that take time, with their bar's `label`, their `place` in it and texts."""
-    check_rows(frame, ("rank", "part", "time_ns"), "breakdown")
+    frame = check_rows(frame, "breakdown", labels=("rank",), words=("part",), numbers=("time_ns",))
     if unknown := sorted(set(frame["part"].drop_nulls()) - set(PARTS)):
         raise SchemaError(f"breakdown table has the part {unknown[0]!r}; parts are {', '.join(PARTS)}.")
     step_ns = pl.col("time_ns").sum().over("rank")
@@ -213,9 +214,11 @@ def structure_bars(table: pl.DataFrame, *, title: str = "Layers found", width_px
     --------
     >>> structure_bars(find_structure(graph).table)
     """
-    columns = ("rank", "phase", "found", "layers", "share", "confidence")
-    check_rows(table, columns, "structure")
-    rows = table.select(columns).with_columns(label=pl.format("rank {}, {}: {} layers", "rank", "phase", "layers"))
+    labels, numbers = ("rank", "phase", "found"), ("layers", "share", "confidence")
+    table = check_rows(table, "structure", labels=labels, numbers=numbers)
+    many = pl.when(pl.col("layers") == 1).then(pl.lit("layer")).otherwise(pl.lit("layers"))
+    label = pl.format("rank {}, {}: {} {}", "rank", "phase", "layers", many)
+    rows = table.select(*labels, *numbers).with_columns(label=label)
     chart: alt.Chart = (
         alt.Chart(rows, title=heading(title))
         .mark_bar()
@@ -224,7 +227,7 @@ def structure_bars(table: pl.DataFrame, *, title: str = "Layers found", width_px
             y=names("label"),
             color=alt.Color("found:N").scale(range=[COMPUTE, COPY, TRANSFER, UNEXPLAINED]).title("found by"),
             opacity=alt.Opacity("confidence:Q").scale(domain=[0, 1], range=[0.15, 1]).legend(None),
-            tooltip=list(columns),
+            tooltip=told(*labels, *numbers),
         )
         .properties(width=width_px, height=alt.Step(20))
     )
@@ -255,7 +258,7 @@ def predicted_vs_measured(
     >>> predicted_vs_measured(mechanistic(run))
     """
     columns = [f"{series}_ns" for series in SERIES]
-    check_rows(scored, ("step", *columns), "prediction")
+    scored = check_rows(scored, "prediction", labels=("step",), numbers=columns)
     rows = scored.unpivot(columns, index=["step"], variable_name="series", value_name="time_ns").join(
         scored.select("step", "measured_ns"), on="step"
     )
@@ -271,13 +274,13 @@ def predicted_vs_measured(
     colours, shapes = ([SERIES[series][n] for series in domain] for n in range(2))
     chart: alt.Chart = (
         alt.Chart(in_ms(rows), title=heading(title))
-        .mark_point(size=120, strokeWidth=2)
+        .mark_point(size=120, strokeWidth=2, opacity=1)
         .encode(
             x=alt.X("step:O").title("step").axis(labelAngle=0),
             y=alt.Y("time_ms:Q").scale(zero=False).title("step time (ms)"),
             color=alt.Color("series:N").scale(domain=domain, range=colours).title(None),
             shape=alt.Shape("series:N").scale(domain=domain, range=shapes).title(None),
-            tooltip=["step", "series", "time", "error"],
+            tooltip=told("step", "series", "time", "error"),
         )
         .properties(width=width_px, height=220)
     )

@@ -21,6 +21,8 @@ COMPUTE, TRANSFER, WAITING, COPY, HOST, UNEXPLAINED, NOTHING = (
 INK, EDGE, GREY, ON_LIGHT = "#000000", "#FFFFFF", "#808080", "#222222"
 """Of what is measured or outlined and of what lies between marks, which a dark theme exchanges; of lines to compare
 with, and of letters on a light mark, which it keeps."""
+PALER = "#2B8FD6"
+"""Of the dark blue on a dark paper."""
 ACTIVITY_COLOURS = {
     "compute": COMPUTE,  # a kernel; on a rank without a device, an operator
     "transfer": TRANSFER,
@@ -59,24 +61,42 @@ def heading(text: str, subtitle: str = "") -> alt.Title:
     return alt.Title(text, subtitle=subtitle, anchor="start", frame="group")
 
 
-def check_rows(frame: pl.DataFrame, columns: tuple[str, ...], what: str) -> None:
-    """Raise unless there is something to draw.
+def check_rows(frame: pl.DataFrame, what: str, **columns: Collection[str]) -> pl.DataFrame:
+    """The rows of a frame, if there is something to draw.
+
+    Columns by what is in them: `numbers`, `words`, `labels` (either of these), `flags`. Nulls alone are any of these;
+    further columns stay if a chart can hold them.
 
     Raises
     ------
     InputError
         `frame` is no DataFrame.
     SchemaError
-        It lacks a column.
+        It lacks a column, or has one of another type.
     LumosError
         It has no row.
     """
     if not isinstance(frame, pl.DataFrame):
         raise InputError(f"this takes the {what} table, a polars DataFrame; it was given a {type(frame).__name__}.")
-    if missing := [c for c in columns if c not in frame.columns]:
+    wanted = {name: kind for kind, names in columns.items() for name in names}
+    if missing := [c for c in wanted if c not in frame.columns]:
         raise SchemaError(f"{what} table lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns)}.")
+    frame = frame.cast({c: _IF_NULL[kind] for c, kind in wanted.items() if frame.schema[c] == pl.Null})
+    for column, kind in wanted.items():
+        if not _FITS[kind](frame.schema[column]):
+            raise SchemaError(f"{what} table: column {column} is of {frame.schema[column]}; give {kind}.")
     if frame.is_empty():
         raise LumosError(f"nothing to draw: the {what} table has no row.")
+    return frame.select(c for c, dtype in frame.schema.items() if any(fits(dtype) for fits in _FITS.values()))
+
+
+_FITS: dict[str, Callable[[pl.DataType], bool]] = {
+    "numbers": lambda dtype: dtype.is_numeric(),
+    "words": lambda dtype: dtype in (pl.String, pl.Categorical, pl.Enum),
+    "labels": lambda dtype: dtype.is_numeric() or dtype in (pl.String, pl.Categorical, pl.Enum),
+    "flags": lambda dtype: dtype == pl.Boolean,
+}
+_IF_NULL = {"numbers": pl.Float64, "words": pl.String, "labels": pl.String, "flags": pl.Boolean}
 
 
 def check_window(window_ns: object, ranks: object) -> None:
@@ -106,7 +126,7 @@ def texts(values: pl.Series, write: Callable[[float], str]) -> pl.Series:
 def names(field: str, in_order: Sequence[str] | None = None, *, title: str | None = None) -> alt.Y:
     """An axis of names from top to bottom, in this order or as they stand."""
     y = alt.Y(f"{field}:N", sort=None) if in_order is None else alt.Y(f"{field}:N").scale(domain=list(in_order))
-    return y.title(title).axis(labelLimit=320, ticks=False, domain=False)
+    return y.title(title).axis(labelLimit=320, labelPadding=5, ticks=False, domain=False)
 
 
 LOG_LOOK: dict[str, Any] = {"gridOpacity": 0.4, "labelSeparation": 8}
@@ -114,9 +134,23 @@ LOG_LOOK: dict[str, Any] = {"gridOpacity": 0.4, "labelSeparation": 8}
 
 
 def room(values: pl.Series) -> list[float]:
-    """Ends of a logarithmic axis, a little beyond what it shows."""
-    ends = values.cast(pl.Float64).to_numpy()
-    return [float(ends.min()) / 1.3, float(ends.max()) * 1.3]
+    """Ends of a logarithmic axis, a little beyond what it shows.
+
+    Raises
+    ------
+    LumosError
+        It can show nothing: there is no positive number.
+    """
+    shown = values.cast(pl.Float64)
+    shown = shown.filter((shown > 0) & shown.is_finite())
+    if shown.is_empty():
+        raise LumosError(f"nothing to draw: no {values.name} is a positive number, which its logarithmic axis takes.")
+    return [float(shown.min()) / 1.3, float(shown.max()) * 1.3]  # type: ignore[arg-type]
+
+
+def told(*columns: str) -> list[alt.Tooltip]:
+    """Tooltips of columns as they are; altair would take 5 ms to make one of a name alone."""
+    return [alt.Tooltip(column) for column in columns]
 
 
 def figures(*columns: str) -> list[alt.Tooltip]:
@@ -131,4 +165,9 @@ def seconds(*columns: str) -> list[alt.Tooltip]:
 
 def series_colour() -> alt.Color:
     """The colours of what was measured and of what is predicted."""
-    return alt.Color("series:N").scale(domain=["measured", "predicted"], range=[MEASURED, PREDICTED]).title(None)
+    return (
+        alt.Color("series:N")
+        .scale(domain=["measured", "predicted"], range=[MEASURED, PREDICTED])
+        .title(None)
+        .legend(symbolOpacity=1)
+    )
