@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: app browser here gallery notebooks docs help env demo test dist versions audit lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges datasets outputs tables picture constraints
+.PHONY: app browser here gallery notebooks docs help env demo test dist versions audit lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges scale datasets outputs tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -105,6 +105,10 @@ accuracy: env build/this-machine/gpt-single ## predicted against measured, of wh
 bench: env ## speed, on the largest run at hand: benchmarks/results.json and its tables
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.benchmark_programs --speed
+	$(BIN)/python -m benchmarks.rows
+
+scale: env ## jobs of 1 to 512 ranks, replayed on this machine, in 12 minutes; takes 8 GB of disk and 16 GiB of memory
+	$(BIN)/python -m benchmarks.bench_scale
 	$(BIN)/python -m benchmarks.rows
 
 lookups: env ## samples of lookups in embedding tables alone, in 3 minutes; of a GPU with DEVICE=cuda

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -49,6 +50,16 @@ class Stage:
     ops: pl.DataFrame
     edges: pl.DataFrame
     meets: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the ranks of a layout do, and what one rank of each stage alone makes of it, without jitter."""
+
+    layout: Parallelism
+    stages: tuple[Stage, ...]
+    alone_ops: int
+    alone_step_ns: int
 
 
 @dataclass(frozen=True)
@@ -99,9 +110,10 @@ class MadeUp:
         return firsts
 
 
-def templates(model: Transformer, layout: Parallelism, train: Training, cluster: Cluster) -> tuple[Stage, ...]:
+def laid_out(model: Transformer, layout: Parallelism, train: Training, cluster: Cluster) -> Run:
     """The stages of a step as `estimate` lays it out."""
-    graph = estimate(model, layout, train, cluster).graph
+    found = estimate(model, layout, train, cluster)
+    graph = found.graph
     meets = (pl.col("kind") == "comm") & ~pl.col("collective").is_in(["send", "recv"])
     ops = graph.ops.with_columns(family=pl.when(meets).then(pl.col("group").str.head(2)))
     alone = ((pl.col("family") == "tp") & (layout.tp == 1)) | ((pl.col("family") == "dp") & (layout.dp == 1))
@@ -122,7 +134,8 @@ def templates(model: Transformer, layout: Parallelism, train: Training, cluster:
         kind=pl.lit("event"), name=pl.lit("arrival"), dur_ns=pl.lit(0, pl.Int64), transfer=pl.col("transfer") - 1
     )
     rows = pl.concat([ops, arrivals]).sort("rank", "transfer")
-    return tuple(_stage(rows.filter(rank=stage), edges.filter(to=stage)) for stage in range(layout.pp))
+    stages = tuple(_stage(rows.filter(rank=stage), edges.filter(to=stage)) for stage in range(layout.pp))
+    return Run(layout, stages, len(graph.ops), found.step_ns)
 
 
 def _stage(rows: pl.DataFrame, edges: pl.DataFrame) -> Stage:
@@ -135,34 +148,28 @@ def _stage(rows: pl.DataFrame, edges: pl.DataFrame) -> Stage:
     )
 
 
-def gpt3(tp: int, dp: int, pp: int, ops_per_rank: int) -> tuple[Parallelism, tuple[Stage, ...]]:
-    """A layout of GPT-3 175B, of as many micro-batches as give the ranks about so many ops, and its stages.
+def gpt3(tp: int, dp: int, pp: int, ops_per_rank: int) -> Run:
+    """A step of GPT-3 175B with as many micro-batches as give the ranks about so many ops.
 
-    Fewer than 8 stages hold 12 layers each nevertheless, so that a rank does the same on any number of ranks.
+    A stage has 12 layers, on fewer than 8 of them too, so that a rank does the same on any number of ranks.
     """
     layout = Parallelism(tp=tp, dp=dp, pp=pp)
-    gpus = tp * dp * pp
-    inside = min(gpus, 8)
-    cluster = Cluster(
-        gpu="H100-SXM-80GB", nodes=gpus // inside, gpus_per_node=inside,
-        inside="NVLink4 NVSwitch", between="InfiniBand NDR 400",
-    )  # fmt: skip
-    model = Transformer.named("gpt3-175b")
-    model = type(model)(**{f: getattr(model, f) for f in model.__struct_fields__} | {"layers": 12 * pp})
+    inside = min(layout.world, 8)
+    fabrics = {"inside": "NVLink4 NVSwitch", "between": "InfiniBand NDR 400"}
+    cluster = Cluster(gpu="H100-SXM-80GB", nodes=layout.world // inside, gpus_per_node=inside, **fabrics)
+    model = msgspec.structs.replace(Transformer.named("gpt3-175b"), layers=12 * pp)
+
+    def run(batches: int) -> Run:
+        return laid_out(model, layout, Training(micro_batch=1, global_batch=batches * dp, seq=2048), cluster)
+
     few = 2 * pp  # enough for every kind of pass; each further one adds as many ops
-    counts = []
-    for batches in (few, few + 1):
-        train = Training(micro_batch=1, global_batch=batches * dp, seq=2048)
-        counts.append(max(len(stage.ops) for stage in templates(model, layout, train, cluster)))
-    batches = max(1, few + round((ops_per_rank - counts[0]) / (counts[1] - counts[0])))
-    train = Training(micro_batch=1, global_batch=batches * dp, seq=2048)
-    return layout, templates(model, layout, train, cluster)
+    counts = [max(len(stage.ops) for stage in run(batches).stages) for batches in (few, few + 1)]
+    return run(max(1, few + round((ops_per_rank - counts[0]) / (counts[1] - counts[0]))))
 
 
 def write(
     folder: Path,
-    layout: Parallelism,
-    stages: tuple[Stage, ...],
+    run: Run,
     *,
     ranks: Collection[int] | None = None,
     measured: ReplayedJob | None = None,
@@ -171,8 +178,8 @@ def write(
 ) -> Job:
     """Write the job, a rank at a time; of some `ranks` alone with waits for the others as `measured` on all of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    present = frozenset(range(layout.world) if ranks is None else ranks)
-    made = MadeUp(layout, stages, present, seed, measured)
+    present = frozenset(range(run.layout.world) if ranks is None else ranks)
+    made = MadeUp(run.layout, run.stages, present, seed, measured)
     return finish_job(folder, spread(executor, partial(_write_rank, folder, made), sorted(present)))
 
 
@@ -237,7 +244,7 @@ def _joined(src_rank: int, src: np.ndarray, dst: np.ndarray, rule: str = "collec
 def _with_waits(made: MadeUp, rank: int, ops: pl.DataFrame, edges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """With an explicit wait before each op that absent ranks held up, as long as it was `measured` on all of them."""
     assert made.measured is not None
-    stage, times = made.stage(rank), made.measured.ops(rank).select("start_ns", "dur_ns")
+    stage, times = made.stage(rank), made.measured.ops_of(rank).select("start_ns", "dur_ns")
     lacking = [
         arrivals + 1
         for family, arrivals in stage.meets.items()

@@ -59,11 +59,11 @@ class Job:
         """One row a rank: how many ops and edges it has, when it starts, its last step, whether it is `on_device`."""
         return self.files.ranks
 
-    def ops(self, rank: int) -> pl.DataFrame:
+    def ops_of(self, rank: int) -> pl.DataFrame:
         """The op table of a rank, as in `Graph.ops`."""
         return self.files.table("ops", rank)
 
-    def edges(self, rank: int) -> pl.DataFrame:
+    def edges_to(self, rank: int) -> pl.DataFrame:
         """The edges that lead to a rank's ops, as in `Graph.edges`, with `src_rank`: op ids differ within a rank."""
         return self.files.table("edges", rank)
 
@@ -143,7 +143,7 @@ class ReplayedJob:
         on = f"{len(self.job.ranks):,} ranks"
         return f"Step of {format_ns(self.step_ns)} on {on}: its critical path, {len(self.path):,} ops"
 
-    def ops(self, rank: int) -> pl.DataFrame:
+    def ops_of(self, rank: int) -> pl.DataFrame:
         """The ops of a rank with when they run, their slack and whether they are critical: as in `Result.ops`."""
         path = self.path.filter(rank=rank)["op_id"]
         return _replayed(self.job.files, rank).with_columns(critical=pl.col("op_id").is_in(path.implode()))

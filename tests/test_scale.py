@@ -29,8 +29,8 @@ def by_rank(graph: Graph) -> Graph:
 def whole(job: Job) -> Graph:
     """A job as one graph."""
     ranks = job.ranks["rank"]
-    edges = pl.concat([job.edges(rank) for rank in ranks]).select(*EDGES.columns)
-    return Graph(pl.concat([job.ops(rank) for rank in ranks]), edges, step=0)
+    edges = pl.concat([job.edges_to(rank) for rank in ranks]).select(*EDGES.columns)
+    return Graph(pl.concat([job.ops_of(rank) for rank in ranks]), edges, step=0)
 
 
 def assert_same(found: ReplayedJob, graph: Graph) -> None:
@@ -40,7 +40,7 @@ def assert_same(found: ReplayedJob, graph: Graph) -> None:
     for name in ("step_ends", "path", "composition", "composition_from_origin"):
         assert_frame_equal(getattr(found, name), getattr(expected, name))
     for rank in found.job.ranks["rank"]:
-        assert_frame_equal(found.ops(rank), expected.ops.filter(rank=rank))
+        assert_frame_equal(found.ops_of(rank), expected.ops.filter(rank=rank))
     for by in ("rank", "name"):
         assert_frame_equal(found.breakdown(by=by), ln.breakdown(expected, by=by))
 
@@ -59,7 +59,7 @@ def gpt3():
 
 @pytest.fixture(scope="module")
 def job(gpt3, tmp_path_factory):
-    return made_up_job.write(tmp_path_factory.mktemp("job"), *gpt3)
+    return made_up_job.write(tmp_path_factory.mktemp("job"), gpt3)
 
 
 def test_a_made_up_job_gives_what_its_graph_gives(job):
@@ -69,7 +69,7 @@ def test_a_made_up_job_gives_what_its_graph_gives(job):
 
 def test_made_up_ranks_differ_and_wait_for_each_other(job):
     result = job.replay()
-    durations = [job.ops(rank).filter(kind="kernel")["dur_ns"].sum() for rank in range(8)]
+    durations = [job.ops_of(rank).filter(kind="kernel")["dur_ns"].sum() for rank in range(8)]
     assert len(set(durations)) == 8
     waits = result.breakdown().filter(part="exposed_wait")["time_ns"]
     assert (waits > 0).sum() >= 6
@@ -86,30 +86,30 @@ def test_made_up_collectives_start_together(job):
 
 
 def test_a_made_up_job_is_the_same_each_time_and_another_of_another_seed(gpt3, job, tmp_path):
-    again = made_up_job.write(tmp_path / "again", *gpt3)
-    other = made_up_job.write(tmp_path / "other", *gpt3, seed=1)
-    assert_frame_equal(again.ops(3), job.ops(3))
-    assert not other.ops(3)["dur_ns"].equals(job.ops(3)["dur_ns"])
+    again = made_up_job.write(tmp_path / "again", gpt3)
+    other = made_up_job.write(tmp_path / "other", gpt3, seed=1)
+    assert_frame_equal(again.ops_of(3), job.ops_of(3))
+    assert not other.ops_of(3)["dur_ns"].equals(job.ops_of(3)["dur_ns"])
 
 
 def test_some_ranks_of_a_job_run_as_they_did_among_all(gpt3, job, tmp_path):
     result = job.replay()
-    some = made_up_job.write(tmp_path, *gpt3, ranks=[1, 4, 6], measured=result)
+    some = made_up_job.write(tmp_path, gpt3, ranks=[1, 4, 6], measured=result)
     found = some.replay()
     assert_same(found, whole(some))
     for rank in (1, 4, 6):
-        alone = found.ops(rank).filter(~pl.col("kind").is_in(["join", "unexplained"]))
-        among = result.ops(rank).filter(pl.col("kind") != "join")
+        alone = found.ops_of(rank).filter(~pl.col("kind").is_in(["join", "unexplained"]))
+        among = result.ops_of(rank).filter(pl.col("kind") != "join")
         assert_frame_equal(alone.select("op_id", "start_ns"), among.select("op_id", "start_ns"))
-        assert (found.ops(rank)["kind"] == "unexplained").sum() > 50
+        assert (found.ops_of(rank)["kind"] == "unexplained").sum() > 50
 
 
 def test_other_processes_write_and_break_down_the_same(gpt3, job, tmp_path):
     result = job.replay()
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        written = made_up_job.write(tmp_path, *gpt3, executor=pool)
+        written = made_up_job.write(tmp_path, gpt3, executor=pool)
         assert_frame_equal(result.breakdown(executor=pool), result.breakdown())
-    assert_frame_equal(written.edges(5), job.edges(5))
+    assert_frame_equal(written.edges_to(5), job.edges_to(5))
     assert written.replay().step_ns == result.step_ns
 
 
@@ -238,13 +238,13 @@ def test_damaged_jobs_are_named(tmp_path):
     job = finish_job(tmp_path, [write_rank(tmp_path, 0, one_rank(), EDGES_TO_RANK.empty())])
     assert job.replay().step_ns == 5
     with pytest.raises(InputError, match="no rank 4"):
-        job.ops(4)
+        job.ops_of(4)
     (tmp_path / "plan" / "src.npy").write_bytes(b"")
     with pytest.raises(RunError, match=r"src\.npy cannot be read"):
         ln.open_job(tmp_path).replay()
     (tmp_path / "ops-00000.parquet").write_bytes(b"no table")
     with pytest.raises(RunError, match=r"ops-00000\.parquet cannot be read"):
-        ln.open_job(tmp_path).ops(0)
+        ln.open_job(tmp_path).ops_of(0)
     (tmp_path / "edges-00000.parquet").unlink()
     with pytest.raises(RunError, match=r"edges-00000\.parquet is missing"):
         ln.open_job(tmp_path)
@@ -263,9 +263,9 @@ def test_a_notebook_shows_jobs(job):
 
 
 def test_jitter_is_as_stated(gpt3, job):
-    base = gpt3[1][0].ops["dur_ns"].to_numpy()
+    base = gpt3.stages[0].ops["dur_ns"].to_numpy()
     long = base > 100_000  # of shorter ones the rounding to ns shows
-    ranks = [job.ops(rank)["dur_ns"].to_numpy()[: len(base)][long] for rank in range(4)]
+    ranks = [job.ops_of(rank)["dur_ns"].to_numpy()[: len(base)][long] for rank in range(4)]
     assert np.mean([np.std(np.log(rank / base[long])) for rank in ranks]) == pytest.approx(
         made_up_job.OP_JITTER, rel=0.1
     )
