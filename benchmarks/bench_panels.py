@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import polars as pl
 from playwright.sync_api import Locator
@@ -22,18 +23,27 @@ MOVES = 20
 """Of which the first is not counted: it loads what is loaded once."""
 
 UNTIL_DRAWN = """(panel) => new Promise((drawn) => {
-    const chart = () => panel.querySelector('.jp-OutputArea .marks');
+    const charts = () => [...panel.querySelectorAll('.jp-OutputArea .marks')];
     const inked = (canvas) => {
         const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
         return pixels.some((value, at) => at % 4 === 3 && value > 0);
     };
-    const before = chart(), began = performance.now();
-    const look = () => (chart() && chart() !== before && chart().width && inked(chart()))
+    const before = charts(), began = performance.now();
+    const anew = (chart) => !before.includes(chart) && chart.width && inked(chart);
+    const look = () => (charts().length === before.length && charts().every(anew))
         ? drawn(performance.now() - began) : requestAnimationFrame(look);
-    panel.querySelector('.noUi-handle').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}));
+    const slider = panel.querySelector('.noUi-handle');
+    if (slider) slider.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}));
+    else {
+        const rows = [...panel.querySelectorAll('.widget-text')];
+        const number = rows.find((row) => row.innerText.includes('micro batch')).querySelector('input');
+        number.value = 3 - number.value;
+        for (const kind of ['input', 'change']) number.dispatchEvent(new Event(kind, {bubbles: true}));
+    }
     requestAnimationFrame(look);
 })"""
-"""From the key that moves a panel's first slider to the new chart with ink on its canvas, in ms."""
+"""From the key that moves a panel's first slider (of one without, from its micro-batch, 1 or 2) to new charts with ink
+on their canvases, in ms."""
 
 
 def moves_ms(panel: Locator) -> list[float]:
@@ -41,35 +51,43 @@ def moves_ms(panel: Locator) -> list[float]:
     return [float(panel.evaluate(UNTIL_DRAWN)) for _ in range(MOVES)][1:]
 
 
-def kernel_ms() -> tuple[float, str]:
-    """The same moves without a browser, replay and specification of the chart alone, and of what graph."""
-    graph = build_graph(load_run(datasets.path("gpt-ddp")))
-    panel, times = widgets.what_if(graph), []
-    for n in range(MOVES):
+def kernel_ms(panel: widgets.Panel, control: str, values: Sequence[float]) -> float:
+    """The same moves without a browser: what is computed, and the charts' specifications."""
+    times = []
+    for value in values:
         began = time.perf_counter()
-        panel.controls["cpu"].value = 1.05 + n / 20
+        panel.controls[control].value = value
         times.append(1e3 * (time.perf_counter() - began))
-    edges = graph.edges.select(pl.len()).item()
-    return statistics.median(
-        times[1:]
-    ), f"gpt-ddp, {graph.ops.height:,} ops, {edges:,} edges; median of {MOVES - 1} moves"
+    return statistics.median(times[1:])
 
 
 def rows() -> list[Row]:
     """The rows of group `panels`."""
     if browser.chromium() is None:
         return []
-    alone_ms, note = kernel_ms()
+    graph = build_graph(load_run(datasets.path("gpt-ddp")))
+    speeds, batches = [1.05 + n / 20 for n in range(MOVES)], [2 - n % 2 for n in range(MOVES)]
+    alone_ms = [
+        kernel_ms(widgets.what_if(graph), "cpu", speeds),
+        kernel_ms(widgets.configure("llama-3-8b"), "micro_batch", batches),
+    ]
     with browser.serving(*browser.lab()) as address, browser.browser() as running:
         page = browser.page_of(running, [])
         browser.run_all(page, address, NOTEBOOK)
         if wrong := browser.errors(page):
             raise AssertionError(f"{NOTEBOOK}: {wrong}")
-        times = moves_ms(browser.panel_with(page, "bandwidth x"))
-    middle = statistics.median(times)
-    noise = statistics.median(abs(one - middle) for one in times)
-    beside = ("in the kernel alone", alone_ms)
-    return [Row("panels/slider to chart", middle, "ms", *beside, noise=noise, target="<= 200", note=note)]
+        moved = [moves_ms(browser.panel_with(page, control)) for control in ("bandwidth x", "micro batch")]
+    edges = graph.edges.select(pl.len()).item()
+    of = (f"gpt-ddp, {graph.ops.height:,} ops, {edges:,} edges", "llama-3-8b on 8 GPUs, two charts")
+    names = ("slider to chart", "configuration to charts")
+    return [_row(*each) for each in zip(names, moved, alone_ms, of, strict=True)]
+
+
+def _row(name: str, times_ms: list[float], alone_ms: float, of: str) -> Row:
+    middle = statistics.median(times_ms)
+    noise = statistics.median(abs(one - middle) for one in times_ms)
+    note = f"{of}; median of {len(times_ms)} moves"
+    return Row(f"panels/{name}", middle, "ms", "in the kernel alone", alone_ms, noise=noise, target="<= 200", note=note)
 
 
 if __name__ == "__main__":

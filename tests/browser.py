@@ -139,6 +139,11 @@ def run_all(page: Page, address: str, notebook: str) -> None:
         except TimeoutError:  # on a busy machine a page may miss the first word of its kernel: it is opened again
             if not tries_left:
                 raise
+    run_cells(page)
+
+
+def run_cells(page: Page) -> None:
+    """Run all cells of the notebook that a page shows, once more perhaps; returns before it is through."""
     page.evaluate("() => { window.ran = window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => 1) }")
 
 

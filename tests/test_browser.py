@@ -23,6 +23,27 @@ NOTEBOOKS = ("00_quickstart", "10_what_if")
 pytestmark = pytest.mark.skipif(browser.chromium() is None, reason="no Chromium: `make browser` installs it with apt")
 
 
+BUSY = "const after = AbortSignal.timeout; AbortSignal.timeout = (ms) => after.call(AbortSignal, ms === 2000 ? 0 : ms);"
+"""Makes anywidget give up at once on programs that it waits two seconds for, as it does on a busy machine: from then on
+its widgets hear nothing from Python."""
+
+SHADES = """async (chart) => {
+    let canvas = chart;
+    if (chart.tagName !== 'CANVAS') {
+        const picture = new Image(), size = chart.getBoundingClientRect();
+        picture.src = 'data:image/svg+xml,' + encodeURIComponent(new XMLSerializer().serializeToString(chart));
+        await picture.decode();
+        canvas = Object.assign(document.createElement('canvas'), {width: size.width, height: size.height});
+        canvas.getContext('2d').drawImage(picture, 0, 0);
+    }
+    const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height), count = data.length / 4;
+    const shades = Array.from({length: count}, (_, n) => (data[4 * n] + data[4 * n + 1] + data[4 * n + 2]) / 765);
+    const many = (which) => shades.filter(which).length;
+    return [shades[2 * canvas.width + 2], many((one) => one > 0.8), many((one) => one < 0.05)];
+}"""
+"""How light a chart's paper is, from 0 to 1, and how many of its pixels are nearly white and nearly black."""
+
+
 @dataclass
 class Opened:
     """Pages by name, and what they asked of other machines."""
@@ -43,6 +64,7 @@ def opened() -> Iterator[Opened]:
         running = stack.enter_context(browser.browser())
         for name in (*NOTEBOOKS, "app"):
             found.pages[name] = browser.page_of(running, found.outside)
+            found.pages[name].add_init_script(BUSY)
         for name in NOTEBOOKS:
             browser.run_all(found.pages[name], lab, f"notebooks/{name}.ipynb")
         found.pages["app"].goto(voila.format(""), wait_until="commit")  # the rest comes as its cells run
@@ -127,6 +149,27 @@ def test_a_configuration_is_estimated_anew_in_voila(opened: Opened) -> None:
     assert "micro_batch=2" in panel.inner_text()
     assert panel.locator(".jp-OutputArea-output").first.inner_text() != before
     keep(panel, "configure-app")
+
+
+def test_charts_and_panels_are_dark_where_jupyterlab_is(opened: Opened) -> None:
+    page = opened.pages["00_quickstart"]
+    panel = browser.panel_with(page, "window (ms)")
+    light = [chart.evaluate(SHADES) for chart in panel.locator(browser.CHART).all()]
+    assert all(paper == 1 and black > 50 for paper, _, black in light)
+    page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+    page.wait_for_function("document.body.dataset.jpThemeLight === 'false'")
+    browser.run_cells(page)
+    assert browser.errors(page) == []
+    panel = browser.panel_with(page, "window (ms)")
+    panel.locator(browser.CHART).nth(2).wait_for()
+    keep(panel, "explore-dark")
+    for n, chart in enumerate(page.locator(browser.CHART).all()):
+        chart.scroll_into_view_if_needed()
+        keep(chart, f"dark-{n}")
+        paper, white, black = chart.evaluate(SHADES)
+        assert paper < 0.25
+        assert white > 50, "letters and ink are light"
+        assert black == 0, "nothing is drawn in ink for white paper"
 
 
 def test_no_page_asked_for_anything_of_another_machine(opened: Opened) -> None:
