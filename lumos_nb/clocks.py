@@ -15,8 +15,6 @@ LAUNCH_FLOOR_NS = 1_000
 MAX_EDGE_LOSS = 4
 """How many collectives more a rank may have lost at the end of its window than the rank that it is matched with."""
 
-"""Columns of `Graph.report`."""
-
 CONTRADICTED = 0.1
 """Share of collectives that rank shifts may contradict: 0.00 to 0.06 where clocks differ (V100, gloo), 0.29 where one
 rank of a job ends late all the time (StragglerAnalysis, AR)."""

@@ -27,8 +27,8 @@ GROUPS = ("tp", "cp", "dp", "dp_cp", "pp", "ep", "etp", "edp", "shard", "replica
 """Groups of ranks: `dp_cp` adds up gradients, `edp` those of experts, `shard` is what ZeRO spreads over, and `replica`
 joins the copies of a shard (hybrid sharding)."""
 
-_SCHEDULE_CHUNKS = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, math.inf), "zb-h1": (1, 1), "zb-v": (2, 2)}
-"""Fewest and most chunks of layers that a rank holds under each pipeline schedule."""
+CHUNKS = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2**16), "zb-h1": (1, 1), "zb-v": (2, 2)}
+"""Pipeline schedule -> fewest and most chunks of layers that a rank holds."""
 
 
 class Parallelism(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ class Parallelism(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self._checked("zero", "shard", "etp")
-        fewest, most = _SCHEDULE_CHUNKS[self.schedule]
+        fewest, most = CHUNKS[self.schedule]
         if not fewest <= self.chunks <= most:
             advice = f"{self.schedule} takes {fewest if fewest == most else f'{fewest} or more'} chunk(s) a rank"
             raise self.refusal("chunks", f"{advice}: give that, or another schedule (several: interleaved, zb-v)")
@@ -261,6 +261,11 @@ class Cluster(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def between_sheet(self) -> Fabric | None:
         """The data sheet of the fabric between nodes."""
         return find_fabric(self.between) if isinstance(self.between, str) else self.between
+
+    @property
+    def fabrics(self) -> list[Fabric]:
+        """The data sheets that there are: inside a node, then between nodes."""
+        return [sheet for sheet in (self.inside_sheet, self.between_sheet) if sheet]
 
     def span(self, ranks: npt.NDArray[np.int64]) -> tuple[int, int]:
         """Nodes that the widest of some groups (one row a group) touches, and most of its GPUs on one of them."""

@@ -13,6 +13,7 @@ import polars as pl
 
 from lumos_nb._replay_kernels import Int32s
 from lumos_nb._replay_plan import Plan
+from lumos_nb.clocks import MESSAGES
 from lumos_nb.critical_path import Result
 from lumos_nb.errors import InputError, ScenarioError, SchemaError
 from lumos_nb.graph import Graph
@@ -20,8 +21,6 @@ from lumos_nb.schema import require
 
 SAME_ON_REPLICAS = ("kind", "site", "of", "nth")
 """What names an op on each of the ranks that do the same work: the nth of its call site, of so many in the step."""
-
-MESSAGES = ("send", "recv", "send_recv")
 
 
 def without_stragglers(

@@ -90,8 +90,7 @@ _FREE = [
 
 def collective_prices(rows: pl.DataFrame, cluster: Cluster, calibration: Calibration) -> pl.DataFrame:
     """Prices of distinct collectives: the columns of `COLLECTIVE`, and those of `CollectiveModel.predict`."""
-    inside, between = cluster.inside_sheet, cluster.between_sheet
-    sheets = [sheet for sheet in (inside, between) if sheet]
+    sheets = cluster.fabrics
     model: CollectiveModel | None = calibration.collectives
     if model is None:
         raise CalibrationError(

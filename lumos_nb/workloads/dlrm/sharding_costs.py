@@ -95,7 +95,7 @@ class FabricExchange:
     def _collective_us(self, name: str, size_bytes: NDArray[Any]) -> Floats:
         took, some = np.zeros(len(size_bytes)), size_bytes > 0
         if some.any() and self.cluster.gpus > 1:
-            sheets = [sheet for sheet in (self.cluster.inside_sheet, self.cluster.between_sheet) if sheet]
+            sheets = self.cluster.fabrics
             far = sheets[-1 if self.cluster.nodes > 1 else 0].name
             about = (sheets[0].name, far, self.cluster.nodes, self.cluster.gpus, name)
             asked = pl.DataFrame({"size_bytes": size_bytes[some]})

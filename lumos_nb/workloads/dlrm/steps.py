@@ -177,7 +177,7 @@ def _exchanged(
             "of each (nccl-tests, or make calibrate)."
         )
     model, n, each = calibration.collectives, plan.devices.height, cluster.gpus_per_node
-    sheets = [sheet for sheet in (cluster.inside_sheet, cluster.between_sheet) if sheet]
+    sheets = cluster.fabrics
     nodes = -(-n // each)
     outermost = sheets[-1 if nodes > 1 else 0]
     asked = {"hardware": sheets[0].name, "interconnect": outermost.name, "nodes": nodes, "gpus": n}

@@ -18,10 +18,8 @@ from lumos_nb.graph import Graph
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.llm.reading import Setup
 from lumos_nb.workloads.llm.stages import work
-from lumos_nb.workloads.llm.structure import MESSAGES, Structure
+from lumos_nb.workloads.llm.structure import Structure
 from lumos_nb.workloads.pricing import with_prices
-
-FIELDS = ("op_id", "rank", "group", "collective", "group_size", "comm_bytes", "dur_ns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +40,16 @@ class Prices:
         return with_prices(rows, self.cluster, self.calibration)["dur_us"].to_numpy() * 1e3
 
 
-def groups_of(graph: Graph, structure: Structure) -> pl.DataFrame:
-    """Communication ops with `of`: tp, pp or dp."""
-    comm = graph.ops.filter(pl.col("kind") == "comm").select(*FIELDS)
-    placed = comm.join(structure.ops.select("op_id", "phase", "layer"), on="op_id", maintain_order="left")
-    inner = placed.filter((pl.col("layer") >= 0) & (pl.col("phase") == "forward"))["group"].unique().implode()
-    return placed.with_columns(
-        of=pl.when(pl.col("collective").is_in(MESSAGES)).then(pl.lit("pp"))
-        .when(pl.col("group").is_in(inner)).then(pl.lit("tp")).otherwise(pl.lit("dp")),
-        group_size=pl.col("group_size").fill_null(graph.ops["rank"].n_unique()),
-    )  # fmt: skip
-
-
 def gradients(setup: Setup, stage: int) -> pl.DataFrame:
     """What replicas exchange in a step on one pipeline stage: rows of `work`, once each."""
+    return _work(setup, stage).filter((pl.col("kind") == "comm") & (pl.col("stream") == "dp"))
+
+
+def _work(setup: Setup, stage: int) -> pl.DataFrame:
+    """What one rank of a pipeline stage does, all of its chunks."""
     model, layout, train = setup
     stages = [chunk * layout.pp + stage for chunk in range(layout.chunks)]
-    rows = pl.concat([work(model, layout, train, virtual) for virtual in stages])
-    return rows.filter((pl.col("kind") == "comm") & (pl.col("stream") == "dp"))
+    return pl.concat([work(model, layout, train, virtual) for virtual in stages])
 
 
 def resized(
@@ -145,10 +135,7 @@ def with_sums(graph: Graph, structure: Structure, points: pl.DataFrame, target: 
 
 def _sums(target: Setup, stage: int, prices: Prices) -> pl.DataFrame:
     """`phase`, `inside` (the layers), `stage`, `ns`, `size`: what tensor ranks exchange for one micro-batch."""
-    model, layout, train = target
-    stages = [chunk * layout.pp + stage for chunk in range(layout.chunks)]
-    rows = pl.concat([work(model, layout, train, virtual) for virtual in stages])
-    rows = rows.filter((pl.col("stream") == "tp") & (pl.col("when") == "each"))
+    rows = _work(target, stage).filter((pl.col("stream") == "tp") & (pl.col("when") == "each"))
     ns = prices.ns(rows["collective"], rows["size_bytes"], rows["group_size"])
     by = rows.select("phase", inside=pl.col("layer").is_not_null(), ns=pl.Series(ns), size="size_bytes")
     return by.group_by("phase", "inside").sum().with_columns(stage=pl.lit(stage))

@@ -13,6 +13,7 @@ from lumos_nb.workloads.llm.structure import MESSAGES, Structure
 _FORMATS = {"fp64": "fp32", "fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
 Setup = tuple[Transformer, Parallelism, Training]
+FIELDS = ("op_id", "rank", "group", "collective", "group_size", "comm_bytes", "dur_ns")
 
 
 def read_setup(graph: Graph, structure: Structure, parts: pl.DataFrame) -> Setup:
@@ -39,8 +40,8 @@ def read_setup(graph: Graph, structure: Structure, parts: pl.DataFrame) -> Setup
     one = products.filter(pl.col("op_id").is_in(_first_layer(products).implode()))
     hidden, ffn = (int(_only(end, "product")["k"]) for end in (one.head(1), one.tail(1)))
     heads, keys, head = (int(attention[c] or attention["heads"]) for c in ("heads", "kv_heads", "head_dim"))
-    tp = _group(graph, structure, in_layers=True)
-    pp, dp = max(structure.stage.values()) + 1, _group(graph, structure, in_layers=False)
+    ranks = dict(groups_of(graph, structure).group_by("of").agg(pl.col("group_size").max()).iter_rows())
+    tp, pp, dp = ranks.get("tp", 1), max(structure.stage.values()) + 1, ranks.get("dp", 1)
     tables = _tables(graph)
     learned = tables[1] if len(tables) > 1 else 0
     gated = one.filter((pl.col("n") == 2 * ffn) | ((pl.col("n") == ffn) & (pl.col("k") == hidden))).height
@@ -85,14 +86,16 @@ def _first_layer(products: pl.DataFrame) -> pl.Series:
     return products.filter(chosen)["op_id"]
 
 
-def _group(graph: Graph, structure: Structure, *, in_layers: bool) -> int:
-    """Size of the groups that communicate in the layers of the forward pass, or only elsewhere (gradients)."""
-    comm = graph.ops.filter((pl.col("kind") == "comm") & ~pl.col("collective").is_in(MESSAGES))
-    comm = comm.join(structure.ops.select("op_id", place="layer", when="phase"), on="op_id")
-    inner = (pl.col("place") >= 0) & (pl.col("when") == "forward")
-    groups = comm.filter(inner)["group"].unique().implode()
-    chosen = comm.filter(pl.col("group").is_in(groups) == in_layers)
-    return int(chosen["group_size"].fill_null(graph.ops["rank"].n_unique()).max() or 1)  # type: ignore[arg-type]
+def groups_of(graph: Graph, structure: Structure) -> pl.DataFrame:
+    """Communication ops with `of`: tp, pp or dp."""
+    comm = graph.ops.filter(pl.col("kind") == "comm").select(*FIELDS)
+    placed = comm.join(structure.ops.select("op_id", "phase", "layer"), on="op_id", maintain_order="left")
+    inner = placed.filter((pl.col("layer") >= 0) & (pl.col("phase") == "forward"))["group"].unique().implode()
+    return placed.with_columns(
+        of=pl.when(pl.col("collective").is_in(MESSAGES)).then(pl.lit("pp"))
+        .when(pl.col("group").is_in(inner)).then(pl.lit("tp")).otherwise(pl.lit("dp")),
+        group_size=pl.col("group_size").fill_null(graph.ops["rank"].n_unique()),
+    )  # fmt: skip
 
 
 def _tables(graph: Graph) -> list[int]:

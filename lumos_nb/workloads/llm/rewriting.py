@@ -26,13 +26,12 @@ from lumos_nb.workloads.llm.estimates import refuse_endless
 from lumos_nb.workloads.llm.exchanging import (
     Prices,
     cut_points,
-    groups_of,
     resized,
     with_gradients,
     with_sums,
     without_groups,
 )
-from lumos_nb.workloads.llm.reading import Setup, read_setup
+from lumos_nb.workloads.llm.reading import Setup, groups_of, read_setup
 from lumos_nb.workloads.llm.regrouping import Pipeline, Runs, ends_of_passes, with_messages
 from lumos_nb.workloads.llm.retiming import KERNEL, PARTS, parts_of, ratios, symbols, with_sizes
 from lumos_nb.workloads.llm.splicing import splice

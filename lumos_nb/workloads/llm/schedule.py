@@ -12,9 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.errors import LayoutError
-
-CHUNKS = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2**16), "zb-h1": (1, 1), "zb-v": (2, 2)}
-"""Kind of schedule -> fewest and most chunks of layers that a rank holds."""
+from lumos_nb.layout import CHUNKS as CHUNKS
 
 LEADS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1}
 """Kind -> how many more passes than the rank behind it a rank runs forward before its first backward pass."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from lumos_nb.clocks import MESSAGES as MESSAGES
 from lumos_nb.display import Shown
 from lumos_nb.errors import GraphError
 from lumos_nb.graph import Graph
@@ -20,8 +21,6 @@ from lumos_nb.workloads.llm.layer_search import ANNOTATION, NOTHING, OUTSIDE, PL
 
 ISSUED_RULES = ("launch", "issue", "collective", "delay")
 """Rules whose edges tie ops that belong to one place."""
-
-MESSAGES = ("send", "recv", "send_recv")
 
 MESSAGE = "message"
 """Phase of what goes from stage to stage, and of the calls for it."""
