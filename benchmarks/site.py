@@ -19,6 +19,7 @@ from typing import Any
 import nbformat
 from mkdocs.commands.build import build as build_pages
 from mkdocs.config import load_config
+from mkdocs.utils import get_theme_dir
 from nbconvert import HTMLExporter
 from nbconvert.preprocessors import ExecutePreprocessor
 from pygments.formatters import HtmlFormatter
@@ -34,8 +35,12 @@ PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "notebooks/READ
 WIDGET = "application/vnd.jupyter.widget-view+json"
 OFFLINE = """{% extends 'lab/index.html.j2' %}
 {% block html_head_js %}{% endblock %}{% block jupyter_widgets %}{% endblock %}
-{% block html_head_js_mathjax %}{% endblock %}{% block html_head_js_mermaidjs %}{% endblock %}"""
-"""JupyterLab's page without what it would fetch."""
+{% block html_head_js_mathjax %}{% endblock %}{% block html_head_js_mermaidjs %}{% endblock %}
+{% block body_header %}{{ super() }}
+<p style="margin: 1em 4.5em"><a href="index.html">All notebooks</a></p>{% endblock %}"""
+"""JupyterLab's page without what it would fetch, and with a way back."""
+LINKED = re.compile(r'(?<=href=")((?:\.\./)*[\w/]+)\.(?:ipynb|md)(?=["#])')
+"""A link of a notebook to another one, or to a document."""
 REFERENCE = {
     "Runs and graphs": (
         "traces.run",
@@ -81,7 +86,7 @@ def render(notebook: Path, out: Path, *, execute: bool = True) -> Path:
     )
     out.mkdir(parents=True, exist_ok=True)
     target = out / f"{notebook.stem}.html"
-    target.write_text(page)
+    target.write_text(LINKED.sub(r"\1.html", page).replace("/README.html", "/index.html"))
     return target
 
 
@@ -117,17 +122,10 @@ def gallery_page() -> str:
         "Drawn from bundled data; live [in light](gallery/light.html) and [in dark](gallery/dark.html).",
     ]
     for name, entry in gallery.GALLERY.items():
-        parts += [
-            f"## {entry.question}",
-            f"```python\n{entry.call}\n```",
-            f"![{_alt(name, entry)}](gallery/light/{name}.png)",
-        ]
+        said = f"{name.replace('_', ' ').capitalize()}: a chart that answers the question above, {entry.question}"
+        pictures = [f"![{said}](gallery/{theme}/{name}.png){{.in-{theme}}}" for theme in ("light", "dark")]
+        parts += [f"## {entry.question}", f"```python\n{entry.call}\n```", "\n".join(pictures)]
     return "\n\n".join(parts) + "\n"
-
-
-def _alt(name: str, entry: gallery.Entry) -> str:
-    """What a picture of the gallery is, for who cannot see it."""
-    return f"{name.replace('_', ' ').capitalize()}: a chart that answers the question above, {entry.question}"
 
 
 def sources(out: Path, notebooks: Path, drawn: Path) -> dict[str, Any]:
@@ -143,9 +141,16 @@ def sources(out: Path, notebooks: Path, drawn: Path) -> dict[str, Any]:
         shutil.copy(page, out / "notebooks")
     shutil.copytree(drawn, out / "gallery")
     (out / "gallery.md").write_text(gallery_page())
-    (out / "style.css").write_text(HtmlFormatter(style="default").get_style_defs(".highlight") + STYLE)
+    styles = {".highlight": "default", "[data-bs-theme=dark] .highlight": "github-dark"}
+    (out / "style.css").write_text(
+        "\n".join(HtmlFormatter(style=style).get_style_defs(where) for where, style in styles.items()) + STYLE
+    )
+    (out / "js").mkdir()
+    (out / "js" / "darkmode.js").write_text(
+        NO_HIGHLIGHTER + Path(get_theme_dir("mkdocs"), "js", "darkmode.js").read_text()
+    )
     nav: list[Any] = [{"Start": "README.md"}, {"Notebooks": "notebooks/README.md"}, {"Gallery": "gallery.md"}]
-    nav.append({"Guide": [{title_of(page): f"docs/{page.name}"} for page in sorted((out / "docs").glob("*.md"))]})
+    nav.append({"Guide": [{title_of(page): f"docs/{page.name}"} for page in in_order(out / "docs")]})
     (out / "api").mkdir()
     pages = {title: f"api/{re.sub(r'[^a-z]+', '_', title.lower())}.md" for title in REFERENCE}
     for title, page in pages.items():
@@ -159,7 +164,27 @@ STYLE = """
 .doc-contents { margin-left: 1em }
 table { display: block; overflow-x: auto }
 img { max-width: 100% }
+.container { max-width: min(96vw, 1500px) }
+[data-bs-theme=dark] .in-light, [data-bs-theme=light] .in-dark { display: none }
 """
+NO_HIGHLIGHTER = """for (const id of ["hljs-light", "hljs-dark"]) {
+    document.head.append(Object.assign(document.createElement("link"), {id}));
+}
+"""
+"""The theme's script turns its highlighter's styles on and off, and fails where there are none."""
+
+
+GUIDE = (
+    *("replay", "formats", "tables", "waits", "costs", "llm", "recommendation", "chakra", "benchmarks_from_traces"),
+    *("machines", "speed", "accuracy"),
+)
+"""Documents in the order in which they are read; others follow."""
+
+
+def in_order(docs: Path) -> list[Path]:
+    """The documents of a folder, as `GUIDE` has them, then by name."""
+    named = {page.stem: page for page in sorted(docs.glob("*.md"))}
+    return [named.pop(stem) for stem in GUIDE if stem in named] + [*named.values()]
 
 
 def title_of(page: Path) -> str:

@@ -45,6 +45,20 @@ def test_it_asks_no_other_host_for_anything(site):
     assert {name: urls for name, urls in found.items() if urls} == {}
 
 
+def test_links_of_notebooks_lead_to_pages_of_the_site(site):
+    for page in (site / "notebooks").glob("*.html"):
+        linked = re.findall(r'href="([\w./]+)[#"]', page.read_text())
+        assert "index.html" in linked or "../index.html" in linked
+        assert [link for link in linked if not (page.parent / link).exists()] == [], page.name
+
+
+def test_every_picture_of_the_gallery_says_what_it_is_and_has_a_dark_one(site):
+    pictures = re.findall(r'<img alt="([^"]+)" class="in-(\w+)" src="([^"]+)"', (site / "gallery.html").read_text())
+    assert len(pictures) == 2 * len(gallery.GALLERY)
+    assert all((site / file).exists() and f"/{theme}/" in file for _, theme, file in pictures)
+    assert min(len(said) for said, *_ in pictures) > 40
+
+
 @pytest.mark.parametrize(
     ("text", "fetched"),
     [
