@@ -53,7 +53,13 @@ def test_it_leaves_something_to_do_and_says_where_to_go_on(cells):
     assert words[-1].startswith(("Next: ", "Back"))
 
 
-def test_the_index_lists_every_notebook():
+def test_it_says_how_far_to_trust_it(cells):
+    assert sum("## How far to trust it\n" in cell.source for cell in cells if cell.cell_type == "markdown") == 1
+
+
+def test_the_index_lists_every_notebook_and_the_short_course():
     index = (FOLDER / "README.md").read_text()
     assert NOTEBOOKS
     assert [path.name for path in NOTEBOOKS if f"({path.name})" not in index] == []
+    marked = [path.stem for path in NOTEBOOKS if "**●**" in nbformat.read(path, 4).cells[0].source]
+    assert marked == [path.stem for path in NOTEBOOKS if f"| ● [{path.stem}]" in index]
