@@ -184,24 +184,22 @@ def chart(found: list[dict[str, Any]]) -> alt.HConcatChart:
         for step in STEPS[1:]
     ]  # fmt: skip
     table = pl.DataFrame(rows)
-    x = alt.X("ops:Q").scale(type="log", nice=False).title("ops of the job").axis(format="~s", tickCount=4)
+    least, most = table.select(least=pl.min("ops"), most=pl.max("ops")).row(0)
+    ends = [float(least) / 1.5, float(most) * 1.5]
+    x = alt.X("ops:Q").scale(type="log", domain=ends).title("ops of the job").axis(format="~s", tickCount=4)
     colour = (
         alt.Color("step:N", sort=list(STEPS)).scale(domain=list(STEPS[1:]), range=list(CLASS_COLOURS[:3])).title(None)
     )
     shape = alt.Shape("grows:N").title("what grows")
-    last = table.filter(pl.col("ops") == pl.col("ops").max())
-    linear = pl.concat(
-        [
-            last,
-            last.with_columns(pl.col("seconds") * table["ops"].min() / pl.col("ops"), ops=pl.lit(table["ops"].min())),
-        ]
-    )
+    last = table.filter(pl.col("ops") == most)
+    first = last.with_columns(seconds=pl.col("seconds") * least / most, ops=pl.lit(least, pl.Int64))
+    linear = pl.concat([first, last])
 
     def panel(y: str, title: str, limit: float) -> alt.LayerChart:
         points = alt.Chart(table).mark_point(filled=True, size=70)
-        drawn = points.encode(x, alt.Y(f"{y}:Q").scale(type="log", nice=False).title(title), colour, shape)
-        most = alt.Chart(pl.DataFrame({y: [limit]})).mark_rule(color=GREY, strokeDash=[4, 4]).encode(y=f"{y}:Q")
-        return alt.layer(most, drawn).properties(width=330, height=260)
+        drawn = points.encode(x, alt.Y(f"{y}:Q").scale(type="log", nice=True).title(title), colour, shape)
+        bound = alt.Chart(pl.DataFrame({y: [limit]})).mark_rule(color=GREY, strokeDash=[4, 4]).encode(y=f"{y}:Q")
+        return alt.layer(bound, drawn).properties(width=330, height=260)
 
     slopes = alt.Chart(linear).mark_line(color=GREY, strokeWidth=1).encode(x, y="seconds:Q", detail="step:N")
     of_time = alt.layer(slopes, panel("seconds", "seconds", 60)).properties(

@@ -54,9 +54,12 @@ class Files:
             raise InputError(f"the job has no rank {rank!r}; it has {len(self.ranks)}, see .ranks.")
         path = _path(self.folder, what, rank)
         try:
-            return pl.read_parquet(path, columns=None if columns is None else list(columns))
+            table = pl.read_parquet(path, columns=None if columns is None else list(columns))
         except (OSError, pl.exceptions.PolarsError) as error:
             raise RunError(f"{path} cannot be read ({error}): write the job anew.") from error
+        if len(table) != (count := self.ranks.row(by_predicate=pl.col("rank") == rank, named=True)[what]):
+            raise RunError(f"{path} has {len(table):,} rows, but the job {count:,} {what} of that rank: write it anew.")
+        return table
 
     def begins(self, what: str) -> Int64s:
         """The first row of each rank in the whole job's "ops" or "edges", and how many rows there are."""
@@ -187,6 +190,7 @@ def write_rank(folder: str | Path, rank: int, ops: pl.DataFrame, edges: pl.DataF
         raise GraphError(f"the table of rank {rank} has no op, or ops of other ranks; give those of this rank alone.")
     if edges["src_rank"].has_nulls():
         raise GraphError(f"row {edges['src_rank'].is_null().arg_max()} of the edges to rank {rank} has no src_rank.")
+    (Path(folder) / "ranks.parquet").unlink(missing_ok=True)  # no job until all is written again
     for what, table in (("ops", ops), ("edges", edges)):
         with whole(_path(Path(folder), what, rank)) as part:
             table.write_parquet(part, compression="lz4")

@@ -242,6 +242,9 @@ def test_damaged_jobs_are_named(tmp_path):
     (tmp_path / "plan" / "src.npy").write_bytes(b"")
     with pytest.raises(RunError, match=r"src\.npy cannot be read"):
         ln.open_job(tmp_path).replay()
+    one_rank().clear().write_parquet(tmp_path / "ops-00000.parquet")
+    with pytest.raises(RunError, match="has 0 rows, but the job 1 ops"):
+        ln.open_job(tmp_path).ops_of(0)
     (tmp_path / "ops-00000.parquet").write_bytes(b"no table")
     with pytest.raises(RunError, match=r"ops-00000\.parquet cannot be read"):
         ln.open_job(tmp_path).ops_of(0)
@@ -255,6 +258,16 @@ def test_a_job_that_is_written_again_is_planned_again(tmp_path):
         job = finish_job(tmp_path, [write_rank(tmp_path, 0, one_rank(dur_ns=dur_ns), EDGES_TO_RANK.empty())])
         assert job.replay().step_ns == dur_ns
     assert ln.open_job(tmp_path).replay().step_ns == 9
+    write_rank(tmp_path, 0, one_rank(), EDGES_TO_RANK.empty())
+    with pytest.raises(RunError, match="has no job"):
+        ln.open_job(tmp_path)
+
+
+def test_what_takes_graphs_says_so_of_a_job(job):
+    with pytest.raises(InputError, match="it was given a Job"):
+        ln.replay(job)
+    with pytest.raises(InputError, match="it was given a ReplayedJob"):
+        ln.breakdown(job.replay())
 
 
 def test_a_notebook_shows_jobs(job):
