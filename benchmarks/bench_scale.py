@@ -82,14 +82,25 @@ def replay(folder: Path) -> dict[str, int]:
 def break_down(folder: Path) -> dict[str, float]:
     """Break the step down on every rank, after a replay that doesn't count."""
     result = open_job(folder).replay()
-    begin = time.perf_counter()
+    clocks = started()
     with ThreadPoolExecutor(CORES) as pool:
         result.breakdown(executor=pool)
-    return {"seconds": time.perf_counter() - begin}
+    return since(clocks)
+
+
+def started() -> tuple[float, float]:
+    """Wall time and this process's processor time."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(clocks: tuple[float, float]) -> dict[str, float]:
+    """Seconds since then, by either."""
+    now = started()
+    return {"seconds": now[0] - clocks[0], "cpu": now[1] - clocks[1]}
 
 
 def in_a_process(step: str, folder: Path, case: Case, which: str) -> dict[str, Any]:
-    """What a step found, its seconds and its peak of memory."""
+    """What a step found, its seconds, of a processor too, and its peak of memory."""
     about = json.dumps([step, str(folder), list(case), which])
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.bench_scale", "--one", about], capture_output=True, text=True, check=False
@@ -104,21 +115,20 @@ def in_a_process(step: str, folder: Path, case: Case, which: str) -> dict[str, A
 def one(step: str, folder: str, case: list[int], which: str) -> None:
     """Do one step in this process, and print what it found."""
     does: dict[str, Callable[[Path], dict[str, Any]]] = {"plan": plan, "replay": replay, "break down": break_down}
-    begin = time.perf_counter()
+    clocks = started()
     found = generate(Path(folder), Case(*case), which) if step == "generate" else does[step](Path(folder))
-    seconds = time.perf_counter() - begin
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(json.dumps({"seconds": seconds, "gib": gib, **found}))
+    print(json.dumps({**since(clocks), "gib": gib, **found}))
 
 
 def measured(case: Case, which: str = "all") -> dict[str, Any]:
-    """All steps of a case; of each its seconds and GiB, and what they found."""
+    """All steps of a case; of each its seconds, processor seconds and GiB, and what they found."""
     folder = SCRATCH / which.replace(" ", "-")
     shutil.rmtree(folder, ignore_errors=True)
     found: dict[str, Any] = {"case": case, "which": which}
     for step in STEPS:
         of_step = in_a_process(step, folder, case, which)
-        found |= {f"{step} {key}": of_step.pop(key) for key in ("seconds", "gib")} | of_step
+        found |= {f"{step} {key}": of_step.pop(key) for key in ("seconds", "cpu", "gib")} | of_step
     return found
 
 
@@ -143,27 +153,29 @@ def largest_rows(found: dict[str, Any]) -> Iterator[Row]:
 
 
 def growth_rows(found: list[dict[str, Any]]) -> Iterator[Row]:
-    """Seconds of all of it by ranks and by ops, and how they grow to the largest."""
+    """Processor time of all of it by ranks and by ops, and how it grows to the largest."""
     for one in found:
         case, n = one["case"], one["ops"]
-        seconds = {step: one[f"{step} seconds"] for step in STEPS[1:]}
-        shown = ", ".join(f"{step} {value:.2g} s" for step, value in seconds.items())
+        shown = ", ".join(f"{step} {one[f'{step} cpu']:.2g} s" for step in STEPS[1:])
         gib = max(one[f"{step} gib"] for step in STEPS[1:])
         name = f"scale/{case.ranks} ranks of {case.ops:,} ops: plan, replay, break down"
-        yield Row(name, sum(seconds.values()), "s", note=f"{n:,} ops: {shown}; {gib:.2g} GiB at the peak")
+        note = f"of a processor; {n:,} ops: {shown}; {gib:.2g} GiB at the peak"
+        yield Row(name, cpu_s(one), "s", note=note)
     middle, last = (next(one for one in found if one["case"] == case) for case in (CASES[2], LARGEST))
-    times = [sum(one[f"{step} seconds"] for step in STEPS[1:]) for one in (middle, last)]
-    each = (times[1] / last["ops"]) / (times[0] / middle["ops"])
+    each = (cpu_s(last) / last["ops"]) / (cpu_s(middle) / middle["ops"])
     yield Row("scale/time an op, 512 ranks over 64", each, "x", target="<= 1.5", note="1 were linear")
+
+
+def cpu_s(found: dict[str, Any]) -> float:
+    """Processor seconds of what is done with a job that is there."""
+    return float(sum(found[f"{step} cpu"] for step in STEPS[1:]))
 
 
 def reduced_rows(full: dict[str, Any], some: dict[str, Any], replica: dict[str, Any]) -> Iterator[Row]:
     """The largest job from some of its ranks, from one replica, and from one rank a stage."""
-    seconds = sum(some[f"{step} seconds"] for step in STEPS[1:])
-    note = (
-        f"{some['ops']:,} ops, waits for the others as when all are replayed; {some['replay gib']:.2g} GiB at the peak"
-    )
-    yield Row(f"scale/{SOME} of 512 ranks: plan, replay, break down", seconds, "s", note=note)
+    size = f"{some['ops']:,} ops; {some['replay gib']:.2g} GiB at the peak"
+    note = f"of a processor; {size}; waits for the others as all of them have it"
+    yield Row(f"scale/{SOME} of 512 ranks: plan, replay, break down", cpu_s(some), "s", note=note)
     for name, ops, step_ns in (
         ("one rank a stage, no jitter", full["alone_ops"], full["alone_step_ns"]),
         ("one of 8 replicas, with jitter", replica["ops"], replica["step_ns"]),
@@ -174,10 +186,10 @@ def reduced_rows(full: dict[str, Any], some: dict[str, Any], replica: dict[str, 
 
 
 def chart(found: list[dict[str, Any]]) -> alt.HConcatChart:
-    """Seconds and GiB over ops, ranks growing and ops of a rank growing, beside a line of slope 1."""
+    """Processor seconds and GiB over ops, ranks growing and ops of a rank growing, beside a line of slope 1."""
     rows = [
         {
-            "ops": one["ops"], "step": step, "seconds": one[f"{step} seconds"], "gib": one[f"{step} gib"],
+            "ops": one["ops"], "step": step, "seconds": one[f"{step} cpu"], "gib": one[f"{step} gib"],
             "grows": "ranks, of 100,000 ops each" if one["case"].ops == FULL else "ops of each of 64 ranks",
         }
         for one in found
@@ -195,17 +207,15 @@ def chart(found: list[dict[str, Any]]) -> alt.HConcatChart:
     first = last.with_columns(seconds=pl.col("seconds") * least / most, ops=pl.lit(least, pl.Int64))
     linear = pl.concat([first, last])
 
-    def panel(y: str, title: str, limit: float) -> alt.LayerChart:
-        points = alt.Chart(table).mark_point(filled=True, size=70)
-        drawn = points.encode(x, alt.Y(f"{y}:Q").scale(type="log", nice=True).title(title), colour, shape)
-        bound = alt.Chart(pl.DataFrame({y: [limit]})).mark_rule(color=GREY, strokeDash=[4, 4]).encode(y=f"{y}:Q")
-        return alt.layer(bound, drawn).properties(width=330, height=260)
+    def points(y: str, title: str) -> alt.Chart:
+        drawn = alt.Chart(table, width=330, height=260).mark_point(filled=True, size=70)
+        return drawn.encode(x, alt.Y(f"{y}:Q").scale(type="log", nice=True).title(title), colour, shape)
 
     slopes = alt.Chart(linear).mark_line(color=GREY, strokeWidth=1).encode(x, y="seconds:Q", detail="step:N")
-    of_time = alt.layer(slopes, panel("seconds", "seconds", 60)).properties(
-        title=heading("Time", "grey: in proportion to the ops; dashed: 60 s, the bound of a replay")
-    )
-    of_memory = panel("gib", "GiB at the peak", 16).properties(title=heading("Memory", "dashed: 16 GiB"))
+    of_time = alt.layer(slopes, points("seconds", "seconds of a processor"))
+    bound = alt.Chart(pl.DataFrame({"gib": [16]})).mark_rule(color=GREY, strokeDash=[4, 4]).encode(y="gib:Q")
+    of_memory = alt.layer(bound, points("gib", "GiB at the peak")).properties(title=heading("Memory", "dashed: 16 GiB"))
+    of_time = of_time.properties(title=heading("Time", "lines: in proportion to the ops"))
     return alt.hconcat(of_time, of_memory)
 
 
