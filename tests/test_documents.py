@@ -37,4 +37,4 @@ def test_its_blocks_run_as_written(page, tmp_path):
 def test_the_first_page_is_short_and_shows_what_runs():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 155
-    assert len(BLOCK.findall(text)) > 8
+    assert len(BLOCK.findall(text)) >= 8
