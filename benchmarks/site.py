@@ -163,6 +163,7 @@ def sources(out: Path, notebooks: Path, drawn: Path) -> dict[str, Any]:
 STYLE = """
 .doc-contents { margin-left: 1em }
 table { display: block; overflow-x: auto }
+td:nth-child(2) { white-space: nowrap }
 img { max-width: 100% }
 .container { max-width: min(96vw, 1500px) }
 [data-bs-theme=dark] .in-light, [data-bs-theme=light] .in-dark { display: none }

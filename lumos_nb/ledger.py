@@ -151,8 +151,9 @@ def save_prediction(
 
     Examples
     --------
-    >>> change = sweep(repeat(build_graph(run)), [{"comm": 0.5}])["change"][0]                     # doctest: +SKIP
-    >>> save_prediction("faster.json", run, change="network twice as fast", times=1 + change)      # doctest: +SKIP
+    >>> change = sweep(repeat(build_graph(run)), [{"comm": 0.5}])["change"][0]
+    >>> save_prediction("faster.json", run, change="network twice as fast", times=1 + change).change
+    'network twice as fast'
     """
     require(run, "events")
     for name, value in {"times": times, "model_error": model_error}.items():
@@ -203,7 +204,9 @@ def check_prediction(prediction: Prediction | str | Path, run: Run, *, ledger: s
 
     Examples
     --------
-    >>> print(check_prediction("faster.json", load_run("runs/faster"), ledger="ledger.jsonl"))  # doctest: +SKIP
+    >>> same = save_prediction("same.json", run)
+    >>> check_prediction("same.json", load_run(datasets.path("gpt-ddp-paired")), ledger="ledger.jsonl").afterwards
+    False
     """
     require(run, "events")
     said = prediction if isinstance(prediction, Prediction) else load_prediction(prediction)
@@ -258,7 +261,10 @@ def read_ledger(path: str | Path) -> pl.DataFrame:
 
     Examples
     --------
-    >>> read_ledger("ledger.jsonl").select("change", "error", "null_error", "within")  # doctest: +SKIP
+    >>> again = load_run(datasets.path("gpt-ddp-paired"))
+    >>> check_prediction(save_prediction("same.json", run), again, ledger="ledger.jsonl")
+    >>> read_ledger("ledger.jsonl")["change"].to_list()
+    ['the same again']
     """
     decoder, rows, place = msgspec.json.Decoder(Outcome), [], ""
     try:

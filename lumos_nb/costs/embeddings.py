@@ -121,7 +121,7 @@ class PhysicalLookup(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
     Examples
     --------
-    >>> PhysicalLookup.fit(ln.datasets.load("lookup-samples"), sheet)     # doctest: +SKIP
+    >>> PhysicalLookup.of_sheet(cluster.gpu_sheet)
     """
 
     name: str
@@ -211,7 +211,8 @@ class PhysicalLookup(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
         Examples
         --------
-        >>> PhysicalLookup.fit(ln.datasets.load("lookup-samples"), sheet)     # doctest: +SKIP
+        >>> samples = datasets.load("lookup-samples").filter(pl.col("group").is_in(["0", "1"]))
+        >>> PhysicalLookup.fit(samples, ln.load_calibration("cpu").gpu)
         """
         checked, start = checked_samples(samples), cls.of_sheet(gpu)
         made = start._fitted(checked)

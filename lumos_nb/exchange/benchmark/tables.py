@@ -142,7 +142,8 @@ def workload(
 
     Examples
     --------
-    >>> workload("runs/gpt", rank=0).coverage  # doctest: +SKIP
+    >>> workload("runs/gpt", rank=0).coverage
+    1.0
     """
     found = trace if isinstance(trace, ExecutionTrace) else load_execution_trace(trace, rank=rank)
     shown = found if policy is None else hidden(found, policy)
