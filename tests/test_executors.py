@@ -15,6 +15,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import dask
 import polars as pl
 import pytest
 from distributed import Client, LocalCluster
@@ -31,11 +32,15 @@ SCENARIOS = [{"cpu": 1 + i / 100} for i in range(200)]
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    cluster = LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50,
-        scheduler_kwargs={"allowed_failures": 1},
-    )  # fmt: skip
-    with cluster, Client(cluster, set_as_default=False) as client:
+    # A cluster gives up a worker that is not back in 15 s, which a busy machine may take.
+    with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "10 minutes"}),
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50,
+            scheduler_kwargs={"allowed_failures": 1},
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):  # fmt: skip
         yield client
 
 

@@ -34,7 +34,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 PACKAGE = sorted((ROOT / "lumos_nb").rglob("*.py"))
 # Where conda-forge has another name.
-CONDA_NAMES = {"torch": "pytorch", "isal": "python-isal", "playwright": "playwright-python"}
+CONDA_NAMES = {"torch": "pytorch", "isal": "python-isal", "playwright": "playwright-python", "dask": "dask-core"}
 
 # The only modules that may need an extra when they are imported.
 NEED_EXTRAS = ("bench.py", "binding.py", "peers.py")  # and the packages of charts and widgets
