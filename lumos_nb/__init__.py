@@ -142,11 +142,17 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-_PUBLIC_MODULES = {name: f"lumos_nb.{name}" for name in ("charts", "datasets", "whatif")}
+_PUBLIC_MODULES = {name: f"lumos_nb.{name}" for name in ("charts", "datasets", "whatif", "widgets")}
 _PUBLIC_MODULES["chakra"] = "lumos_nb.exchange.chakra"
 _PUBLIC_MODULES["benchmark"] = "lumos_nb.exchange.benchmark"
 
 __all__ = [*_MODULE_OF, "__version__"]
+_FIRST = (
+    *("load_run", "capture", "build_graph", "replay", "sweep", "breakdown", "compare", "step_report"),
+    *("find_structure", "rewrite", "Transformer", "Parallelism", "Training", "Cluster", "estimate", "search"),
+    *("load_calibration", "calibrate", "shard", "estimate_dlrm"),
+)
+"""The twenty that the Tab key shows, beside the modules: what one begins with. All others are in the reference."""
 
 
 if not TYPE_CHECKING:  # else a misspelt name would pass every type checker
@@ -167,4 +173,4 @@ if not TYPE_CHECKING:  # else a misspelt name would pass every type checker
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PUBLIC_MODULES} - {"TYPE_CHECKING", "annotations", "importlib"})
+    return sorted({"__all__", "__doc__", "__version__", *_FIRST, *_PUBLIC_MODULES})

@@ -72,8 +72,16 @@ def test_type_checkers_are_told_the_same_names_from_the_same_modules():
     assert told == lumos_nb._MODULE_OF
 
 
-def test_names_complete_and_unknown_ones_are_refused():
-    assert {*lumos_nb.__all__, "charts", "datasets"} <= set(dir(lumos_nb))
-    assert "importlib" not in dir(lumos_nb)
+def test_the_tab_key_shows_the_twenty_names_that_matter_and_modules():
+    shown = {name for name in dir(lumos_nb) if not name.startswith("_")}
+    modules = {name for name in shown if isinstance(getattr(lumos_nb, name), types.ModuleType)}
+    assert modules == {"benchmark", "chakra", "charts", "datasets", "whatif", "widgets"}
+    assert len(shown - modules) == 20
+    assert shown - modules <= set(lumos_nb.__all__)
     with pytest.raises(AttributeError, match="no attribute 'reply'"):
         lumos_nb.reply  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["Run", "Graph", "Result", "Found", "Plan", "Calibration"])
+def test_the_tab_key_shows_at_most_twenty_names_of_an_object(name):
+    assert len([one for one in dir(getattr(lumos_nb, name)) if not one.startswith("_")]) <= 20

@@ -56,7 +56,7 @@ def _program() -> str:
     return vl_convert.javascript_bundle(PROGRAM, vl_version=version)
 
 
-class LinkedChart(anywidget.AnyWidget):  # type: ignore[misc]
+class LinkedChart(anywidget.AnyWidget):
     """A place for charts, one at a time, of which one selection is listened to.
 
     Parameters

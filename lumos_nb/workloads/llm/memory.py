@@ -9,6 +9,7 @@ import polars as pl
 
 from lumos_nb.errors import LayoutError
 from lumos_nb.layout import Parallelism, Training, Transformer, check
+from lumos_nb.workloads.llm.passing_memory import PassingRank
 from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Ranks, total
 
 __all__ = ["CLASSES", "memory", "memory_over_time", "peak_bytes", "peaks"]
@@ -66,7 +67,7 @@ def memory_over_time(model: Transformer, layout: Parallelism, train: Training, o
 
     What `memory` counts at its moments comes and goes with the passes: a layer's activations are there from the end of
     its forward pass to that of its backward pass, its workspace and gradients of a micro-batch during the latter.
-    What ZeRO gathers counts as there throughout.
+    So do the weights that ZeRO gathers, and the gradients that it reduces.
 
     Parameters
     ----------
@@ -105,7 +106,7 @@ def memory_over_time(model: Transformer, layout: Parallelism, train: Training, o
         [
             (stage, at_ns, name, size.item())
             for stage in range(layout.pp)
-            for at_ns, used in Ranks.of(model, layout, train, [stage]).changes(
+            for at_ns, used in PassingRank.of(model, layout, train, [stage]).changes(
                 begin_ns, end_ns, spans.filter(rank=stage).select(*pass_of, "begin_ns", "end_ns").rows()
             )
             for name, size in used.items()

@@ -10,9 +10,9 @@ counts: arrays with a number for each rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -122,7 +122,7 @@ class Ranks:
         self.first, self.last = stage == 0, stage == np.where(self.folded, 0, self.pp - 1)
 
     @classmethod
-    def of(cls, model: Transformer, layout: Parallelism, train: Training, stages: Sequence[int]) -> Ranks:
+    def of(cls, model: Transformer, layout: Parallelism, train: Training, stages: Sequence[int]) -> Self:
         """Some ranks of one layout."""
         fields = {name: getattr(layout, name) for name in layout.__struct_fields__ if name != "split"}
         one = pl.DataFrame([fields | {"micro_batch": train.micro_batch, "recompute": train.recompute}])
@@ -197,7 +197,7 @@ class Ranks:
     def freed(self, begin: Ints, end: Ints) -> Parts:
         """What a micro-batch holds less once layers have gone back, but for what weight passes wait for."""
         waiting = {"activations": self.apart * self.of_layers("put_off", begin, end)}
-        return _sum([_times(self.kept(begin, end), -1), waiting])
+        return summed([times(self.kept(begin, end), -1), waiting])
 
     def chunk(self, chunk: Ints | int) -> tuple[Ints, Ints]:
         """The layers of a chunk of each rank: first, and the one behind the last."""
@@ -221,7 +221,8 @@ class Ranks:
         turns, rest = np.divmod(passes, pp * v)
         held = np.where(self.schedule == "interleaved", turns * pp + np.clip(rest - chunk * pp, 0, pp), held)
         held = np.where(self.schedule == "gpipe", self.count, held)
-        return np.where(self.folded, np.minimum(pp, self.count), held)  # as the first rank of 1F1B, on every rank
+        folded = np.where(np.equal(chunk, 0), 2 * pp - self.stage - 1, self.stage + 1)  # together as 1F1B's first rank
+        return np.where(self.folded, np.minimum(folded, self.count), held)
 
     @cached_property
     def chunks(self) -> tuple[Parts, Ints, Ints, Floats]:
@@ -231,11 +232,11 @@ class Ranks:
         for chunk in range(int(self.v.max())):
             there = chunk < self.v
             begin, end = (np.where(there, bound, 0) for bound in self.chunk(np.minimum(chunk, self.v - 1)))
-            kept.append(_times(self.kept(begin, end), self.in_flight(chunk)))
+            kept.append(times(self.kept(begin, end), self.in_flight(chunk)))
             count += end - begin
             routed += self.routed(begin, end)
             put_off += self.of_layers("put_off", begin, end)
-        return _sum(kept), count, routed, put_off
+        return summed(kept), count, routed, put_off
 
     def parameters(self, numbers: _Numbers, *, sharded: bool) -> Floats:
         """Whole, or the shard that ZeRO leaves."""
@@ -323,10 +324,10 @@ class Ranks:
     def held(self) -> Parts:
         """What micro-batches in flight keep."""
         kept, _, _, put_off = self.chunks
-        ids = _times(self.embedded(), self.in_flight(0))
+        ids = times(self.embedded(), self.in_flight(0))
         waiting = np.minimum(self.pp, self.count) - self.in_flight(0)
         # With zb-h1 a rank puts off weight gradients until it holds as much as the first.
-        return _sum([kept, ids, {"activations": (self.schedule == "zb-h1") * waiting * put_off}])
+        return summed([kept, ids, {"activations": (self.schedule == "zb-h1") * waiting * put_off}])
 
     def embedded(self) -> Parts:
         """What the embedding keeps of a micro-batch: token ids, and its mask."""
@@ -363,21 +364,54 @@ class Ranks:
 
     def moments(self) -> Iterator[tuple[str, NDArray[np.bool_], Parts]]:
         """What passes, by class, at each moment that may be the peak, and which ranks have it."""
-        held, ahead, largest = self.held(), 1 + self.train.prefetch, self.largest(trained=True)
-        (begin, end), (_, count, routed, _) = self.layers, self.chunks
-        ends, head, some = self.trained_ends, self.trained_ends * self.last, begin < end
-        logits = _sum([_times(self.kept_logits(), self.in_flight(self.v - 1)), self.one_loss()])
-        yield "loss", self.last, _sum([held, logits, self.gathered(0, 0.0, 0.0)])
-        yield "head", self.last, _sum([held, self.head(), self.unfused(head), self.gathered(ahead, head, 0.0)])
-        rise = self.rise(end - 1)
-        yield "backward", some, _sum([held, rise, self.unfused(head), self.gathered(ahead, head, 0.0)])
+        held, ahead, head = self.held(), 1 + self.train.prefetch, self.trained_ends * self.last
+        flying = self.in_flight(self.v - 1)
+        logits = summed([times(self.kept_logits(), flying), self.one_loss()])
+        yield "loss", self.last, summed([held, logits, self.gathered(0, 0.0, 0.0)])
+        held = summed([held, times(self.kept_logits(), flying - 1)])
+        yield "head", self.last, summed([held, self.head(), self.unfused(head), self.gathered(ahead, head, 0.0)])
+        yield from self.backward(held, *self.layers, there=np.full(len(self.row), fill_value=True))
+        if self.apart.any():
+            yield from self.put_off()
+
+    def backward(
+        self, held: Parts, begin: Ints, end: Ints, there: NDArray[np.bool_]
+    ) -> Iterator[tuple[str, NDArray[np.bool_], Parts]]:
+        """The moments of a backward pass through some layers."""
+        ends, head, some, several = self.trained_ends, self.trained_ends * self.last, begin < end, end - begin > 1
+        routed = self.routed(begin, end)
+        ahead, copied = 1 + self.train.prefetch, self.largest(trained=True) * several
+        yield (
+            "backward", there & some,
+            summed([held, self.rise(end - 1), self.unfused(head), self.gathered(ahead, head, 0.0)]),
+        )  # fmt: skip
         gone = [self.freed(end - some, end), self.rise(end - 2)]
-        yield "next layer", end - begin > 1, _sum([held, *gone, self.gathered(ahead, head, largest)])
-        made = head + self.layers_numbers(count - some, routed - self.routed(begin, begin + some))
+        yield "next layer", there & (end - begin > 2), summed([held, *gone, self.gathered(ahead, head, copied)])
+        made = head + self.layers_numbers(end - begin - some, self.routed(begin + some, end))
         gone = [self.freed(begin + some, end), self.rise(begin), self.unfused(made)]
-        yield "gradients", some, _sum([held, *gone, self.gathered(1, head, largest)])
-        gone = [self.freed(begin, end), self.unfused(ends + self.layers_numbers(count, routed))]
-        yield "last gradients", np.full(len(some), fill_value=True), _sum([held, *gone, self.gathered(0, ends, ends)])
+        yield "gradients", there & some, summed([held, *gone, self.gathered(1, head, copied)])
+        gone = [self.freed(begin, end), self.unfused(ends + self.layers_numbers(end - begin, routed))]
+        yield "last gradients", there, summed([held, *gone, self.gathered(0, ends, ends)])
+
+    def put_off(self) -> Iterator[tuple[str, NDArray[np.bool_], Parts]]:
+        """Those of the last backward passes of a rank that puts off weight gradients: most of these wait by then.
+
+        Of `zb-h1` only with fewer micro-batches than ranks. Of `zb-v` they are in the sections of `schedule` behind the
+        steady ones, or, of few micro-batches, the last before these.
+        """
+        after = self.count - np.maximum(2 * self.pp - 1, self.count)  # 0, or how many are not there of those planned
+        turn = after + self.pp - 1  # of the section in which both chunks put off, the last pass through the first
+        begun = np.minimum(self.stage, self.count - 1)
+        few = after + self.pp - self.stage <= 0
+        own = np.where(few, turn, np.clip(turn + 1, 0, self.stage))
+        others = np.minimum(own, np.clip(after + self.stage, 0, self.stage))
+        flying = np.where(self.folded, np.where(few, 1, after + self.pp - self.stage), self.count - begun)
+        put_off = np.where(self.folded, own, begun) * self.of_layers("put_off", *self.chunk(0))
+        put_off += self.folded * others * self.of_layers("put_off", *self.chunk(self.v - 1))
+        begin, end = self.chunk(0)
+        there = (self.folded & (turn >= 0)) | ((self.schedule == "zb-h1") & (self.count < self.pp))
+        held = times(summed([self.kept(begin, end), self.embedded()]), np.minimum(flying, self.in_flight(0)))
+        yield from self.backward(summed([held, {"activations": put_off}]), begin, end, there)
 
     def most(self) -> Floats:
         """Most bytes in use."""
@@ -392,47 +426,11 @@ class Ranks:
         at, ranks = np.argmax(totals, axis=0), np.arange(len(self.row))
         zero = np.zeros(len(self.row))
         passing = {name: np.stack([part.get(name, zero) for part in parts])[at, ranks] for name in CLASSES}
-        return np.array(names)[at], _sum([passing, self.lasting()])
-
-    def changes(
-        self, begin_ns: int, end_ns: int, passes: Iterable[tuple[int, int | None, str, int, int]]
-    ) -> Iterator[tuple[int, Parts]]:
-        """When what is in use on a rank changes, and by how much, of passes: micro-batch, layer, phase, begin and end.
-
-        Nothing changes when the step ends, which is told too.
-        """
-        unfused: dict[int, list[tuple[int, Parts]]] = {}
-        yield begin_ns, self.lasting()
-        yield end_ns, {"weights": np.zeros(1)}
-        yield begin_ns, self.gathered(1 + self.train.prefetch, self.trained_ends, self.largest(trained=True))
-        for micro_batch, layer, phase, first_ns, last_ns in passes:
-            kept, rise, put_off, numbers = self._of_head() if layer is None else self._of_layer(np.array([layer]))
-            waiting = {"activations": self.apart * put_off}
-            if phase == "forward":
-                yield last_ns, kept
-            elif phase == "backward":
-                yield first_ns, rise
-                yield last_ns, _sum([waiting, _times(kept, -1), _times(rise, -1)])
-                unfused.setdefault(micro_batch, []).append((last_ns, self.unfused(numbers)))
-            else:
-                yield last_ns, _times(waiting, -1)
-        for made_at in unfused.values():
-            yield from made_at
-            yield max(at_ns for at_ns, _ in made_at), _times(_sum([made for _, made in made_at]), -1)
-
-    def _of_head(self) -> tuple[Parts, Parts, Floats, Floats]:
-        """What a pass outside of the layers keeps, makes and puts off, and numbers whose gradients it makes."""
-        return self.kept_logits(), self.one_loss(), np.zeros(1), self.trained_ends
-
-    def _of_layer(self, layer: Ints) -> tuple[Parts, Parts, Floats, Floats]:
-        """The same of a layer, the first of all with what the embedding keeps."""
-        of, first = (layer, layer + 1), (layer == self.chunk(0)[0]).astype(np.float64)
-        kept = _sum([self.kept(*of), _times(self.embedded(), first)])
-        numbers = self.layers_numbers(np.ones(1, np.int64), self.routed(*of))
-        return kept, self.rise(layer), self.of_layers("put_off", *of), numbers
+        return np.array(names)[at], summed([passing, self.lasting()])
 
 
-def _sum(parts: Sequence[Parts]) -> Parts:
+def summed(parts: Sequence[Parts]) -> Parts:
+    """Bytes of several parts together."""
     found: Parts = {}
     for part in parts:
         for name, size in part.items():
@@ -440,7 +438,8 @@ def _sum(parts: Sequence[Parts]) -> Parts:
     return found
 
 
-def _times(part: Parts, factor: Any) -> Parts:
+def times(part: Parts, factor: Any) -> Parts:
+    """A part so many times."""
     return {name: factor * size for name, size in part.items()}
 
 
