@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lumos_nb._replay_kernels import Int32s, Int64s, find
 from lumos_nb._replay_plan import ON_DEVICE, Plan, check_groups, check_times, check_total, step_groups
 from lumos_nb.errors import GraphError, InputError, RunError
-from lumos_nb.schema import EDGES, OPS, TableSchema
+from lumos_nb.schema import EDGES, OPS, TableSchema, panics_told
 from lumos_nb.whole_files import whole
 
 RANKS = TableSchema(
@@ -54,7 +54,8 @@ class Files:
             raise InputError(f"the job has no rank {rank!r}; it has {len(self.ranks)}, see .ranks.")
         path = _path(self.folder, what, rank)
         try:
-            table = pl.read_parquet(path, columns=None if columns is None else list(columns))
+            with panics_told():
+                table = pl.read_parquet(path, columns=None if columns is None else list(columns))
         except (OSError, pl.exceptions.PolarsError) as error:
             raise RunError(f"{path} cannot be read ({error}): write the job anew.") from error
         if len(table) != (count := self.ranks.row(by_predicate=pl.col("rank") == rank, named=True)[what]):
@@ -225,7 +226,8 @@ def finish(folder: Path, ranks: Iterable[pl.DataFrame]) -> Files:
 def found(folder: Path) -> Files:
     """The job in a folder."""
     try:
-        ranks = RANKS.check(pl.read_parquet(folder / "ranks.parquet"))
+        with panics_told():
+            ranks = RANKS.check(pl.read_parquet(folder / "ranks.parquet"))
     except (OSError, pl.exceptions.PolarsError) as error:
         raise RunError(f"{folder} has no job ({error}): save_job(graph, folder) writes one.") from error
     for rank in ranks["rank"]:

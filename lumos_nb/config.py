@@ -16,7 +16,7 @@ import msgspec
 
 from lumos_nb import datasets
 from lumos_nb.display import html_fields
-from lumos_nb.errors import InputError, SheetError, require_kinds
+from lumos_nb.errors import UNDECODABLE, InputError, SheetError, named, require_kinds
 
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
 """Names of number formats; `fp16/bf16`, as some figures say, is read as fp16, which runs at the same rate."""
@@ -129,13 +129,13 @@ def read_sheet(path: str | Path, kind: type[AnySheet]) -> AnySheet:
     SheetError
         The file is not there, is no JSON, lacks a field or has one too many; the message names file and field.
     """
-    return _decoded(Path(path), kind)
+    return _decoded(named(path, SheetError), kind)
 
 
 def _decoded(path: Path, kind: type[AnySheet]) -> AnySheet:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *UNDECODABLE, SheetError) as error:
         raise SheetError(f"{path}: not a data sheet of a {kind.__name__}: {error}") from error
 
 

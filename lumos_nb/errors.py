@@ -20,7 +20,13 @@ LumosError
 import operator
 import os
 import re
+import stat
 from pathlib import Path
+
+import msgspec
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for text that it cannot read, the last where it nests a thousand deep."""
 
 _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
@@ -117,14 +123,38 @@ def require_whole(least: int, most: int = 2**62, **given: object) -> None:
 
 
 def named(path: object, error: type[LumosError] = InputError) -> Path:
-    """A path as such; raises `error`, or InputError, for what no file system has: of another kind, or such a name."""
+    """A path as such, of a file or a folder, there or not.
+
+    Raises
+    ------
+    LumosError
+        The class given, of a name that no file system has, or of a pipe or a device, which would be waited for without
+        end or be replaced; InputError of what is no path.
+    """
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"{path!r:.60} is no path: give the name of a file or a folder.")
     try:
-        named = Path(path)
-        lengths = [len(os.fsencode(part)) for part in named.parts]
+        found = Path(path)
+        longest, size = max(map(len, map(os.fsencode, found.parts)), default=0), len(os.fsencode(found))
     except (TypeError, UnicodeEncodeError):
-        raise error(f"{os.fspath(path)!r:.60} is no path: give text that the file system can hold.") from None
-    if "\0" in str(named) or max(lengths, default=0) > _MOST_NAME_BYTES or sum(lengths) > _MOST_PATH_BYTES:
-        raise error(f"{str(named)!r:.80} names no file: a name has at most {_MOST_NAME_BYTES} bytes, and no NUL.")
-    return named
+        raise error(f"{os.fspath(path)!r:.80} is no path: give text that the file system can hold.") from None
+    if "\0" in str(found) or longest > _MOST_NAME_BYTES or size > _MOST_PATH_BYTES:
+        raise error(f"{str(found)!r:.80} names no file: a name has at most {_MOST_NAME_BYTES} bytes, and no NUL.")
+    try:
+        if stat.S_IFMT(found.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+            raise error(f"{found} is neither a folder nor a regular file: give one of these.")
+    except PermissionError as why:
+        raise error(
+            f"{found} may not be looked at: {why.strerror}. Ask for the right to, or give another path."
+        ) from None
+    except OSError:  # it is not there, or a link that leads nowhere
+        pass
+    return found
+
+
+def files_in(folder: Path, error: type[LumosError]) -> list[Path]:
+    """What a folder holds, by name; raises `error` where it may not be listed."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError as why:
+        raise error(f"{folder} cannot be listed: {why.strerror}. Ask for the right to, or give another path.") from why

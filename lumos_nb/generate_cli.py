@@ -12,11 +12,12 @@ import polars as pl
 
 import lumos_nb as ln
 from lumos_nb.costs.embeddings import PhysicalLookup
-from lumos_nb.errors import InputError
+from lumos_nb.errors import UNDECODABLE, InputError, LayoutError
 from lumos_nb.exchange import chakra
 from lumos_nb.exchange.chakra.conversion import Estimated
 from lumos_nb.exchange.chakra.patterns import COLLECTIVES
 from lumos_nb.terminal import AddVerb, progress, written_files
+from lumos_nb.traces.export import read_table
 
 LLM = """
 examples:
@@ -112,7 +113,10 @@ def _generated(arguments: argparse.Namespace, make: Callable[[], Estimated | ln.
 def _spec(kind: type[S], words: Sequence[str]) -> S:
     """A specification of FIELD=VALUE words, values as in JSON or text; or of a JSON file."""
     if len(words) == 1 and Path(words[0]).is_file():
-        return kind.from_json(Path(words[0]).read_bytes())
+        try:
+            return kind.from_json(Path(words[0]).read_bytes())
+        except LayoutError as error:
+            raise LayoutError(f"{words[0]}: {error}") from error
     fields = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -121,13 +125,13 @@ def _spec(kind: type[S], words: Sequence[str]) -> S:
             raise InputError(f"{word!r} is no {such}; nor is it a JSON file of one.")
         try:
             fields[name] = msgspec.json.decode(value)
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             fields[name] = value
     return kind.from_json(msgspec.json.encode(fields))
 
 
 def _table(path: Path) -> pl.DataFrame:
     try:
-        return pl.read_parquet(path) if path.suffix == ".parquet" else pl.read_csv(path)
+        return read_table(path) if path.suffix == ".parquet" else pl.read_csv(path)
     except pl.exceptions.PolarsError as error:
         raise InputError(f"{path} is no table: {error}. Give CSV with a header, or Parquet.") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,7 @@ import polars as pl
 
 from lumos_nb._replay_plan import LONGEST_NS
 from lumos_nb.display import format_ns, format_share
-from lumos_nb.errors import LumosError
+from lumos_nb.errors import UNDECODABLE, LumosError, named
 from lumos_nb.findings import inner_steps, step_spread
 from lumos_nb.graph import Recording
 from lumos_nb.schema import require
@@ -234,10 +235,12 @@ def check_prediction(prediction: Prediction | str | Path, run: Run, *, ledger: s
     )
     if ledger is not None:
         try:
-            path = Path(ledger)
+            path = named(ledger)
             torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")  # it must not spoil this line too
             with path.open("ab") as file:
                 file.write(b"\n" * torn + msgspec.json.encode(outcome) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
         except (OSError, ValueError) as error:
             raise LumosError(f"the ledger cannot be written: {error}.") from error
     return outcome
@@ -246,8 +249,8 @@ def check_prediction(prediction: Prediction | str | Path, run: Run, *, ledger: s
 def load_prediction(path: str | Path) -> Prediction:
     """Read what `save_prediction` wrote; LumosError if the file is anything else."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Prediction)
-    except (OSError, ValueError, msgspec.DecodeError) as error:
+        return msgspec.json.decode(named(path).read_bytes(), type=Prediction)
+    except (OSError, ValueError, *UNDECODABLE) as error:
         raise LumosError(f"{path} is no saved prediction: {error}. Give what save_prediction wrote.") from error
 
 
@@ -268,11 +271,11 @@ def read_ledger(path: str | Path) -> pl.DataFrame:
     """
     decoder, rows, place = msgspec.json.Decoder(Outcome), [], ""
     try:
-        for number, line in enumerate(Path(path).read_bytes().split(b"\n"), 1):
+        for number, line in enumerate(named(path).read_bytes().split(b"\n"), 1):
             place = f" (line {number})"
             if line.strip():
                 rows.append(decoder.decode(line))
-    except (OSError, ValueError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, *UNDECODABLE) as error:
         raise LumosError(f"{path}{place} is no ledger: {error}. Give what check_prediction wrote.") from error
     return pl.DataFrame([msgspec.structs.asdict(row) for row in rows], infer_schema_length=None)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import polars as pl
@@ -26,6 +27,21 @@ OP_KINDS = (
 )
 EVIDENCE = ("exact", "pattern", "time")
 PHASES = ("forward", "backward", "optimizer", "other")
+
+
+@contextmanager
+def panics_told() -> Iterator[None]:
+    """Raise what polars should of a damaged Parquet file, where it panics: a panic is no Exception.
+
+    Raises
+    ------
+    pl.exceptions.ComputeError
+        polars panicked.
+    """
+    try:
+        yield
+    except pl.exceptions.PanicException as error:
+        raise pl.exceptions.ComputeError(f"polars gave up on it: {str(error)[:200]}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +69,8 @@ class TableSchema:
             raise SchemaError(f"{self.name} table has wrong type(s): {detail}. Cast them before the call.")
         if self.keys and frame.select(pl.struct(self.keys).is_duplicated().any()).item():
             raise SchemaError(f"{self.name} table repeats a key ({', '.join(self.keys)}).")
+        if null := [c for c in self.keys if frame[c].has_nulls()]:
+            raise SchemaError(f"{self.name} table has a row without {null[0]}, which is its key.")
         rest = [c for c in frame.columns if c not in self.columns]
         return frame.select([*self.columns, *rest])
 

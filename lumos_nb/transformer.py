@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_typ
 
 import msgspec
 
-from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.errors import UNDECODABLE, InputError, LayoutError
 
 Split = Literal["out", "in", "none"]
 """How tensor parallelism cuts a matrix: by its outputs (column parallel), by its inputs (row parallel), not at all."""
@@ -33,7 +33,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         try:
             return msgspec.json.decode(text, type=cls)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise LayoutError(f"not a {cls.__name__}: {error}") from error
 
     def refusal(self, field: str, advice: str) -> LayoutError:

@@ -27,7 +27,7 @@ from lumos_nb.costs.intervals import Band
 from lumos_nb.costs.kernels import KernelModel, difficulty, prior_cell, prior_model
 from lumos_nb.costs.tables import Table, as_frame, words
 from lumos_nb.costs.work import joined, text_of, work_of
-from lumos_nb.errors import CalibrationError, InputError, LumosError
+from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, LumosError, named
 from lumos_nb.traces.export import Tables
 from lumos_nb.whole_files import whole
 
@@ -295,7 +295,7 @@ def _read(file: Path) -> Calibration:
         if version != VERSION:
             raise CalibrationError(f"{file}: version {version}, but this package reads {VERSION}; fit it again.")
         return msgspec.json.decode(data, type=Calibration)
-    except (OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError, LumosError) as error:
+    except (OSError, *UNDECODABLE, LumosError) as error:
         if isinstance(error, CalibrationError) and str(error).startswith(f"{file}: "):
             raise
         raise CalibrationError(f"{file}: not a calibration: {error}") from error
@@ -308,7 +308,7 @@ class _Header(msgspec.Struct):
 def _file(path: object) -> Path:
     if not isinstance(path, str | Path) or "\0" in str(path):
         raise InputError(f"{path!r:.60} names no calibration: give the name of a GPU, or the path of a .json file.")
-    return Path(path).expanduser()
+    return named(Path(path).expanduser(), CalibrationError)
 
 
 def _bundled(name: str) -> Calibration:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
@@ -29,10 +28,10 @@ from lumos_nb.costs.embedding_samples import (
     predicted_times,
 )
 from lumos_nb.costs.embeddings import PhysicalLookup, described
-from lumos_nb.costs.networks import evaluated, layer_shapes, trained
+from lumos_nb.costs.networks import arrays_of, evaluated, layer_shapes, trained
 from lumos_nb.display import Shown
 from lumos_nb.embedding_tables import Floats
-from lumos_nb.errors import CalibrationError, InputError
+from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, named
 from lumos_nb.whole_files import whole
 
 if TYPE_CHECKING:
@@ -181,21 +180,24 @@ class LookupNet(Shown):
             The file is missing, or is no such network.
         """
         try:
-            with np.load(path, allow_pickle=False) as found:
-                kind, base = str(found["features"]), str(found["base"])
-                layers = tuple(found[f"layer_{number}"] for number in range(8))
-                shapes = tuple(layer.shape for layer in layers)
-                if kind not in _WIDTHS or shapes != _shapes(_WIDTHS[kind]):
-                    raise ValueError(f"features {kind!r} and layers {shapes} are no network of this kind")
-                return cls(
-                    features=kind,  # type: ignore[arg-type]
-                    layers=layers,
-                    base=msgspec.json.decode(base, type=PhysicalLookup) if base else None,
-                    calls=int(found["calls"]),
-                    errors=(float(found["errors"][0]), float(found["errors"][1])),
-                    **{name: found[name] for name in ("mean", "std", "shift", "scale")},
-                )
-        except (OSError, ValueError, KeyError, IndexError, TypeError, BadZipFile, msgspec.MsgspecError) as error:
+            found = arrays_of(named(path, CalibrationError))
+            kind, base = str(found["features"]), str(found["base"])
+            layers = tuple(found[f"layer_{number}"] for number in range(8))
+            scales = {name: found[name] for name in ("mean", "std", "shift", "scale")}
+            shapes = tuple(layer.shape for layer in layers)
+            if kind not in _WIDTHS or shapes != _shapes(_WIDTHS[kind]):
+                raise ValueError(f"features {kind!r} and layers {shapes} are no network of this kind")
+            if not all(array.dtype.kind == "f" and np.isfinite(array).all() for array in (*layers, *scales.values())):
+                raise ValueError("an array of it has what is no finite number")
+            return cls(
+                features=kind,  # type: ignore[arg-type]
+                layers=layers,
+                base=msgspec.json.decode(base, type=PhysicalLookup) if base else None,
+                calls=int(found["calls"]),
+                errors=(float(found["errors"][0]), float(found["errors"][1])),
+                **scales,
+            )
+        except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, *UNDECODABLE) as error:
             raise CalibrationError(
                 f"{path}: no network of lookups that can be read ({error}); fit it again."
             ) from error

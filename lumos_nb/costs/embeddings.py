@@ -24,7 +24,7 @@ from lumos_nb.costs.embedding_reuse import in_units, misses, new_rows, reuse
 from lumos_nb.costs.embedding_samples import call_sums, call_times, checked_samples, median_errors, unseen_times
 from lumos_nb.display import Shown
 from lumos_nb.embedding_tables import Floats, complete_tables
-from lumos_nb.errors import CalibrationError, InputError, LayoutError
+from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, LayoutError, named
 from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.whole_files import whole
 
@@ -148,7 +148,7 @@ class PhysicalLookup(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         InputError
             The file cannot be written.
         """
-        file = Path(path)
+        file = named(path)
         with whole(file, InputError) as part:
             part.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
         return file
@@ -163,8 +163,8 @@ class PhysicalLookup(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_un
             The file is missing, or is no such model.
         """
         try:
-            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except (OSError, msgspec.MsgspecError, CalibrationError) as error:
+            return msgspec.json.decode(named(path, CalibrationError).read_bytes(), type=cls)
+        except (OSError, *UNDECODABLE, CalibrationError) as error:
             raise CalibrationError(f"{path}: no model of lookups that can be read ({error}); fit it again.") from error
 
     @classmethod

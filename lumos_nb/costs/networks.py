@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +18,29 @@ Floats = NDArray[np.float64]
 Layers = tuple[Floats, ...]
 """Weights (outputs, inputs) and biases (outputs,) in turn."""
 LEARNING_RATE = 1e-3
+
+
+def arrays_of(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a `.npz` file, nothing of which is unpickled.
+
+    Raises
+    ------
+    OSError, ValueError
+        The file cannot be opened; or is damaged, or holds something else.
+    """
+    try:
+        with warnings.catch_warnings(), path.open("rb") as file:  # which numpy would leave open if it is damaged
+            warnings.simplefilter("error")  # numpy warns of headers that it has to mend
+            found = np.load(file, allow_pickle=False)
+            arrays = {name: found[name] for name in found.files}
+        for array in arrays.values():
+            if array.dtype.kind == "U":
+                array.tolist()  # fails for what are no characters
+    except OSError:
+        raise
+    except Exception as error:  # of a damaged file whatever numpy's zip files, headers and tokens may raise
+        raise ValueError(f"no file of arrays: {type(error).__name__}: {error}") from error
+    return arrays
 
 
 def layer_shapes(widths: Sequence[int]) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import polars as pl
 
 from lumos_nb.errors import SchemaError
-from lumos_nb.schema import EVENTS
+from lumos_nb.schema import EVENTS, panics_told
 from lumos_nb.traces.trace import NOTES, PARSER_VERSION, Trace
 from lumos_nb.whole_files import whole
 
@@ -104,7 +104,7 @@ def load(target: Path) -> Trace:
         The file is not what `store` wrote: damaged, of another trace or version, or not ours.
     """
     try:
-        with target.open("rb") as file:  # of a path polars would take brackets for a pattern
+        with panics_told(), target.open("rb") as file:  # of a path polars would take brackets for a pattern
             written = pl.read_parquet_metadata(file)
             if _digest(file.fileno(), written[_DIGEST])[1] != written[_DIGEST]:
                 raise ValueError("its content has changed since it was written")

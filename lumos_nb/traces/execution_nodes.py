@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from lumos_nb.errors import TraceError, UnsupportedFormat
+from lumos_nb.errors import UNDECODABLE, TraceError, UnsupportedFormat
 from lumos_nb.traces import execution_tables as tables
 from lumos_nb.traces._event_kernels import Int64s
 from lumos_nb.traces.exact import nanoseconds
 from lumos_nb.traces.execution_tables import COMM_NODE, GROUP_NODE, Side
-from lumos_nb.traces.json_stream import GZIP_MAGIC, UNDECODABLE, Blocks
+from lumos_nb.traces.json_stream import Blocks
 from lumos_nb.traces.json_text import mend
 
 FIRST_SCHEMA, FIRST_NESTED, LAST_SCHEMA = (1, 0, 1), (1, 0, 2), (1, 1, 1)
@@ -152,12 +152,10 @@ def read_file(path: Path) -> tuple[File, list[Flat] | list[Nested]]:
 def _text(path: Path) -> bytes:
     if not path.is_file():
         raise TraceError("it is no file: give the path of an execution trace, or of a folder of them.")
-    text = path.read_bytes()
-    if text.startswith(GZIP_MAGIC):
-        blocks = Blocks(path)
-        text = b"".join(blocks)
-        if blocks.damage:
-            raise TraceError(f"it cannot be read: {blocks.damage}. Copy it again, or record it again.")
+    blocks = Blocks(path)
+    text = b"".join(blocks)
+    if blocks.damage:
+        raise TraceError(f"it cannot be read: {blocks.damage}. Copy it again, or record it again.")
     return text
 
 

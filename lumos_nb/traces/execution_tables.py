@@ -10,10 +10,9 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from lumos_nb.errors import TraceError
+from lumos_nb.errors import UNDECODABLE, TraceError
 from lumos_nb.traces._event_kernels import Int64s
 from lumos_nb.traces._list_kernels import write_elements, write_values
-from lumos_nb.traces.json_stream import UNDECODABLE
 
 GROUP_NODE, COMM_NODE = "## process_group:init ##", "record_param_comms"
 KEY = ["node_id", "side", "position"]

@@ -10,6 +10,8 @@ import polars as pl
 
 from lumos_nb.display import Shown
 from lumos_nb.errors import TraceError, named
+from lumos_nb.schema import panics_told
+from lumos_nb.traces.json_stream import check_unpacked
 from lumos_nb.traces.perfetto import HasEvents, write_perfetto
 from lumos_nb.whole_files import whole_file
 
@@ -21,6 +23,23 @@ def write_table(table: pl.DataFrame, path: Path) -> None:
     """Write Parquet to just this path: polars would take ~ for the user's home."""
     with whole_file(path, TraceError) as file:
         table.write_parquet(file)
+
+
+def read_table(path: Path) -> pl.DataFrame:
+    """Read Parquet of just this path: of brackets in it polars would make a pattern.
+
+    Raises
+    ------
+    TraceError
+        It has more rows than a file of its size may unpack to.
+    pl.exceptions.PolarsError, OSError
+        It cannot be read.
+    """
+    with panics_told(), path.open("rb") as file:
+        rows, width = pl.scan_parquet(file).select(pl.len()).collect().item(), len(pl.read_parquet_schema(file))
+        check_unpacked(path, path.stat().st_size, 8 * rows * width)
+        file.seek(0)
+        return pl.read_parquet(file)
 
 
 class Tables(Shown):

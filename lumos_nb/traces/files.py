@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import polars as pl
 
-from lumos_nb.errors import InputError, LumosError, RunError, TraceError
+from lumos_nb.errors import InputError, LumosError, RunError, TraceError, files_in, named
 from lumos_nb.traces import cache as cached
 from lumos_nb.traces.formats import REFUSED_SUFFIXES, read_trace
 from lumos_nb.traces.json_stream import check_unpacked
@@ -66,7 +66,7 @@ def files_of(path: str | Path | Sequence[str | Path]) -> Iterator[Files]:
             raise RunError("an empty list of files: give a folder of traces, or at least one file.")
         yield Files(given, [], given[0].parent)
         return
-    path = _named(Path(path))
+    path = _named(path)
     if path.is_file() and path.name.endswith(ARCHIVES):
         with TemporaryDirectory(prefix="lumos_nb-") as folder:
             try:
@@ -78,7 +78,7 @@ def files_of(path: str | Path | Sequence[str | Path]) -> Iterator[Files]:
     elif path.is_file():
         yield Files([path], [], path.parent, alone=True)
     elif path.is_dir():
-        yield _sorted_out(path, sorted(path.iterdir(), key=lambda entry: _natural(entry.name)))
+        yield _sorted_out(path, sorted(files_in(path, RunError), key=lambda entry: _natural(entry.name)))
     else:
         what = "is neither a folder nor a regular file" if os.path.lexists(path) else "does not exist"
         raise RunError(f"{path} {what}: give a folder of traces, or one file.")
@@ -94,8 +94,9 @@ def _paths(given: object) -> list[Path]:
     return list(map(Path, each))
 
 
-def _named(path: Path) -> Path:
+def _named(path: str | Path) -> Path:
     """`path`, if tables can hold it."""
+    path = named(path, RunError)
     if printable(path) != str(path):
         raise RunError(f"{printable(path)}: the name is no UTF-8, which tables cannot hold; rename it, or link to it.")
     return path
@@ -109,13 +110,13 @@ def printable(path: Path) -> str:
 def _unpack(archive: Path, folder: str) -> None:
     try:
         with tarfile.open(archive) as packed:
-            for unpacked in accumulate(member.size for member in packed):
+            for unpacked in accumulate(tarfile.BLOCKSIZE + member.size for member in packed):
                 check_unpacked(archive, archive.stat().st_size, unpacked)
             packed.fileobj.seek(packed.offset)  # tarfile takes whatever is no header for the end
             if packed.fileobj.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
                 raise tarfile.ReadError(f"at byte {packed.offset:,} stands neither a file nor the archive's end")
             packed.extractall(folder, filter="data")
-    except (tarfile.TarError, zlib.error, LZMAError, EOFError, OSError) as error:
+    except (tarfile.TarError, zlib.error, LZMAError, EOFError, KeyError, OSError) as error:
         raise TraceError(
             f"{archive} cannot be unpacked: {error}. Copy it again, or unpack what there is of it."
         ) from error

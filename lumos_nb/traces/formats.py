@@ -6,7 +6,7 @@ import importlib
 import re
 from pathlib import Path
 
-from lumos_nb.errors import TraceError, UnsupportedFormat
+from lumos_nb.errors import TraceError, UnsupportedFormat, named
 from lumos_nb.traces.json_stream import Blocks
 from lumos_nb.traces.json_text import top_level_keys
 from lumos_nb.traces.trace import Trace
@@ -83,7 +83,7 @@ def read_trace(path: str | Path) -> Trace:
     TraceError
         The file is empty, or of no known format, or damaged beyond use.
     """
-    path = Path(path)
+    path = named(path, TraceError)
     module, function = READERS[format_of(path)]
     trace: Trace = getattr(importlib.import_module(module), function)(path)
     return trace

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
 from isal import isal_zlib
 
 from lumos_nb.errors import TraceError
@@ -22,8 +21,6 @@ MAX_BYTES, MAX_RATIO = 1 << 30, 100
 """Text that a gzip file may hold: a GiB, or 100 times its own size. Traces hold 10 to 40 times; gzip can do 1000."""
 
 _INFLATE_ERROR: type[Exception] = isal_zlib.IsalError  # type: ignore[assignment]  # the stub calls it an instance
-UNDECODABLE = (msgspec.MsgspecError, RecursionError)
-"""What decoders raise for text that they cannot read, the latter where it nests a thousand deep."""
 
 
 def most_unpacked(size: int) -> int:
@@ -62,7 +59,11 @@ class Blocks:
     damage: str | None = None
 
     def __iter__(self) -> Iterator[bytes]:
-        with self.path.open("rb") as file:
+        try:
+            opened = self.path.open("rb")
+        except OSError as error:
+            raise TraceError(f"{self.path} cannot be opened: {error.strerror}.") from error
+        with opened as file:
             data = file.read(READ_BYTES)
             packed = data.startswith(GZIP_MAGIC)
             size = os.fstat(file.fileno()).st_size

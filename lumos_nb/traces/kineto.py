@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from lumos_nb.errors import TraceError, UnsupportedFormat
+from lumos_nb.errors import TraceError, UnsupportedFormat, named
 from lumos_nb.traces.exact import LATEST_NS, integer
 from lumos_nb.traces.formats import KINETO, format_of
 from lumos_nb.traces.json_stream import Blocks
@@ -51,7 +51,7 @@ def read_kineto(path: str | Path) -> Trace:
     >>> "cpu_op" in trace.events["category"]
     True
     """
-    path = Path(path)
+    path = named(path, TraceError)
     if (name := format_of(path)) != KINETO:
         raise UnsupportedFormat(f"{path} is of the format {name}; read_trace takes it.")
     blocks, odd = Blocks(path), OddEvents()

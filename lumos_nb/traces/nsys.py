@@ -16,7 +16,7 @@ from typing import Any
 
 import polars as pl
 
-from lumos_nb.errors import TraceError, UnsupportedFormat
+from lumos_nb.errors import TraceError, UnsupportedFormat, named
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.exact import LATEST_NS
 from lumos_nb.traces.formats import NSYS, format_of
@@ -83,7 +83,7 @@ def read_nsys(path: str | Path) -> Trace:
     --------
     >>> read_nsys("report1.sqlite").events.group_by("rank", "category").len()  # doctest: +SKIP
     """
-    path = Path(path)
+    path = named(path, TraceError)
     if (name := format_of(path)) != NSYS:
         raise UnsupportedFormat(f"{path} is of the format {name}; read_trace takes it.")
     try:

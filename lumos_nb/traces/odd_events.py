@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from lumos_nb.errors import UNDECODABLE
 from lumos_nb.traces import _event_kernels as kernels
 from lumos_nb.traces.exact import integer, nanoseconds
-from lumos_nb.traces.json_stream import UNDECODABLE
 from lumos_nb.traces.json_text import mend
 from lumos_nb.traces.scan import UNREADABLE, Row
 

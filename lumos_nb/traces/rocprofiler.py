@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from lumos_nb.errors import TraceError, UnsupportedFormat
+from lumos_nb.errors import UNDECODABLE, TraceError, UnsupportedFormat, named
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.exact import LATEST_NS, strings
 from lumos_nb.traces.formats import ROCPROFILER, format_of
-from lumos_nb.traces.json_stream import UNDECODABLE, Blocks
+from lumos_nb.traces.json_stream import Blocks
 from lumos_nb.traces.trace import NOTES, Trace
 
 CATEGORIES = {
@@ -118,7 +118,7 @@ def read_rocprofiler(path: str | Path) -> Trace:
     --------
     >>> read_rocprofiler("908_results.json").events.group_by("category").len()  # doctest: +SKIP
     """
-    path = Path(path)
+    path = named(path, TraceError)
     if (name := format_of(path)) != ROCPROFILER:
         raise UnsupportedFormat(f"{path} is of the format {name}; read_trace takes it.")
     blocks = Blocks(path)
@@ -130,7 +130,7 @@ def read_rocprofiler(path: str | Path) -> Trace:
             raise TraceError(
                 f"{path} holds no process: rocprofiler recorded nothing. Leave it out, or record it again."
             )
-    except (*UNDECODABLE, UnicodeDecodeError, pl.exceptions.PolarsError) as error:
+    except (*UNDECODABLE, pl.exceptions.PolarsError) as error:
         why = blocks.damage or f"{error} ({len(text):,} bytes of text)"
         raise TraceError(
             f"{path} is no sound output of rocprofiler: {why}. Record it again, or copy it again."

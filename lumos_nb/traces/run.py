@@ -30,6 +30,9 @@ WALL_CLOCK_NS = 10**18
 MAX_APART_NS = 60 * 10**9
 """Ranks of one run were recorded at one time: on wall clocks that differ by seconds at most, not by a minute."""
 
+_NAMED = 10
+"""Files that an error names; a folder may hold 100,000."""
+
 RANKS = {
     "rank": pl.Int32(),
     "path": pl.String(),
@@ -143,7 +146,8 @@ def load_run(
                 else:
                     parsed.append((file, loaded(file, outcome) if isinstance(outcome, Path) else outcome))
             if not parsed:
-                named = "".join(f"\n  {file.name}: {why}" for file, why in others)
+                named = "".join(f"\n  {file.name}: {why}" for file, why in others[:_NAMED])
+                named += f"\n  and {len(others) - _NAMED:,} more" if len(others) > _NAMED else ""
                 raise RunError(f"{path} holds no trace that can be read:{named}")
             return _run(parsed, others, archive)
     except OSError as error:  # no right to read, a name that is too long, a disk that fails

@@ -10,7 +10,7 @@ from typing import Any
 
 import polars as pl
 
-from lumos_nb.errors import TraceError
+from lumos_nb.errors import TraceError, named
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.exact import LATEST_NS
 from lumos_nb.traces.json_stream import Blocks
@@ -44,7 +44,7 @@ def read_schedule(path: str | Path) -> Trace:
     TraceError
         The file is damaged, or no iteration in it is whole; the message names what it lacks.
     """
-    path = Path(path)
+    path = named(path, TraceError)
     rank, files = _files(path)
     if max(files) >= MOST_STAGES:
         raise TraceError(f"{path}: rank {max(files)} is beyond {MOST_STAGES:,} stages; rename the file of that rank.")

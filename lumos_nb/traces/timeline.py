@@ -16,9 +16,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.errors import TraceError
+from lumos_nb.errors import TraceError, named
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.exact import LATEST_NS
+from lumos_nb.traces.export import read_table
 from lumos_nb.traces.json_stream import Blocks
 from lumos_nb.traces.trace import NOTES, Trace
 
@@ -67,7 +68,7 @@ def read_timeline(path: str | Path) -> Trace:
     TraceError
         The file is damaged, or lacks what a timeline has; the message names what.
     """
-    path = Path(path)
+    path = named(path, TraceError)
     records, notes, count = _of_parquet(path) if _is_parquet(path) else _of_json(path)
     if records.is_empty():
         raise TraceError(f"{path} is a timeline without ops ({count:,} records): nothing can be read from it.")
@@ -112,8 +113,7 @@ def _is_parquet(path: Path) -> bool:
 def _of_parquet(path: Path) -> tuple[pl.DataFrame, list[tuple[str, int, str]], int]:
     needed = ("rank", "dp_rank", "stage", "step", "optype", "start_ts", "duration", "mb_id", "seq_id")
     try:
-        with path.open("rb") as file:  # of a path polars would take brackets for a pattern
-            table = pl.read_parquet(file)
+        table = read_table(path)
     except (pl.exceptions.PolarsError, OSError) as error:
         raise TraceError(f"{path} cannot be read as Parquet: {error}. Export it again.") from error
     if missing := [c for c in needed if c not in table.columns]:
@@ -165,7 +165,7 @@ def _of_json(path: Path) -> tuple[pl.DataFrame, list[tuple[str, int, str]], int]
             odd += 1
     try:
         table = pl.DataFrame(rows, schema=list(_COLUMNS), orient="row", infer_schema_length=None)
-    except pl.exceptions.PolarsError as error:
+    except (pl.exceptions.PolarsError, OverflowError) as error:  # also of numbers beyond 128 bits
         raise TraceError(f"{path} is no timeline: its fields are of changing types ({error}).") from error
     records, notes, _ = _checked(path, table)
     if odd:

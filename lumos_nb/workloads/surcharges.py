@@ -17,7 +17,7 @@ import polars as pl
 
 from lumos_nb import datasets
 from lumos_nb.display import html_fields
-from lumos_nb.errors import InputError
+from lumos_nb.errors import UNDECODABLE, InputError
 from lumos_nb.layout import Cluster
 
 PRODUCTS = ("gemm", "gemm_bias", "grouped_gemm")
@@ -191,5 +191,5 @@ def bundled() -> Bundled:
     file = datasets.root() / "surcharges.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=Bundled)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise InputError(f"{file}: no surcharges: {error}; fetch the package's datasets again.") from error

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from lumos_nb.device_activity import write_activity
-from lumos_nb.exchange.benchmark.binding import Bench, Run, Unusable
+from lumos_nb.exchange.benchmark.binding import Bench, Run, Unusable, telling_damage
 
 
 def with_gaps(program: list[Run], gaps_ns: list[int]) -> list[Run]:
@@ -152,10 +152,11 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[tuple[int, int]]:
     """Prepare the calls, time them, and say what they took."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise Unusable("torch finds no GPU here; --device cpu runs without one.")
-    bench = Bench(folder, arguments.device, chosen(arguments))
-    if threads := arguments.threads or bench.table["source"].get("threads"):
-        torch.set_num_threads(threads)
-    bench.allocate()
+    with telling_damage():
+        bench = Bench(folder, arguments.device, chosen(arguments))
+        if threads := arguments.threads or bench.table["source"].get("threads"):
+            torch.set_num_threads(threads)
+        bench.allocate()
     program = bench.bind()
     if arguments.gaps == "recorded":
         program = with_gaps(program, [call.get("gap_ns", 0) for call in bench.calls])

@@ -7,6 +7,7 @@ in torch's registry; nothing of the table is evaluated.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -106,6 +107,17 @@ def fill(flat: torch.Tensor, rule: Sequence[Any], drawn: Path) -> None:
         flat.fill_(numbers[0])
     else:
         raise Unusable(f"{kind!r} is no rule of values.")
+
+
+@contextlib.contextmanager
+def telling_damage() -> Iterator[None]:
+    """Say of errors on the way to memory that the table is at fault: it says all that is done there."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise Unusable(f"{error}; run a part, or smaller sizes.") from error
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise Unusable(f"workload.json is damaged ({type(error).__name__}: {error}); generate it again.") from error
 
 
 class Bench:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ import polars as pl
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.display import Shown, format_bytes, format_share
 from lumos_nb.embedding_tables import BINS, complete_tables, reused_indices, zipf_indices
-from lumos_nb.errors import InputError, require_kinds
+from lumos_nb.errors import UNDECODABLE, InputError, TraceError, require_kinds
 from lumos_nb.exchange.benchmark.calls import FREE, Node, Tensor, choose, read_nodes, tensors_of
 from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP, Communications, asked_of, delays_ns
 from lumos_nb.exchange.benchmark.dataflow import STAND_IN, Call, Dataflow, Slot
@@ -170,6 +170,8 @@ def _delays_ns(
 ) -> list[int | None]:
     """How long each call's collective takes where its peers are not and a cluster is known."""
     if cluster is None:
+        if calibration is not None:
+            raise InputError("a calibration says how long collectives take on a cluster: give cluster= too.")
         return [None] * len(calls)
     require_kinds(cluster=(cluster, Cluster))
     if calibration is not None:
@@ -182,7 +184,14 @@ def _captured(trace: ExecutionTrace | str | Path) -> tuple[Path | None, dict[str
     """The folder of a capture, whose profile goes with its execution trace, and how many threads it ran on."""
     if isinstance(trace, ExecutionTrace) or not (about := Path(trace) / CAPTURE).is_file():
         return None, {}
-    return Path(trace), {"threads": int(msgspec.json.decode(about.read_bytes())["threads"])}
+    try:
+        return Path(trace), {"threads": msgspec.json.decode(about.read_bytes(), type=_About).threads}
+    except UNDECODABLE as error:
+        raise TraceError(f"{about} is none of a capture: {error}. Record it again, or delete the file.") from error
+
+
+class _About(msgspec.Struct):
+    threads: Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 def _followed(nodes: list[Node], talks: Communications) -> Dataflow:

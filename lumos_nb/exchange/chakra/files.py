@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from lumos_nb.errors import UNDECODABLE, ChakraError, named
+from lumos_nb.errors import UNDECODABLE, ChakraError, files_in, named, require_kinds
 from lumos_nb.exchange.chakra import _wire_kernels as wire
 from lumos_nb.exchange.chakra import json_files
 from lumos_nb.exchange.chakra.tables import NODES, Nodes, decoded, encoded, parsed
@@ -77,7 +77,7 @@ def stream_file(path: str | Path) -> Iterator[bytes | pl.DataFrame]:
 def _there(path: str | Path) -> Path:
     path = named(path, ChakraError)
     if not path.is_file():
-        raise ChakraError(f"{path} is no file: give one as {path.with_suffix('.0.et').name}, or the folder of a job's.")
+        raise ChakraError(f"{path} is no file: give one as {path.stem or 'run'}.0.et, or the folder of a job's.")
     return path
 
 
@@ -179,7 +179,7 @@ def rank_files(path: str | Path) -> dict[int, Path]:
         found = _RANK.fullmatch(_there(path).name)
         return {int(found["rank"]) if found else 0: path}
     ranks: dict[int, Path] = {}
-    for file in sorted(path.iterdir()):
+    for file in files_in(path, ChakraError):
         found = _RANK.fullmatch(file.name)
         if found and file.is_file():
             rank = int(found["rank"])
@@ -220,6 +220,7 @@ def write_ranks(ranks: Iterable[tuple[int, Nodes]], folder: str | Path, prefix: 
     ChakraError
         The folder cannot be made, or a file in it not written.
     """
+    require_kinds(prefix=(prefix, str))
     folder = named(folder, ChakraError)
     listed = folder / f"{prefix}.groups.json"
     if named(listed.name, ChakraError) != Path(f"{prefix}.groups.json"):

@@ -17,7 +17,7 @@ import polars as pl
 
 from lumos_nb.errors import ChakraError
 from lumos_nb.exchange.chakra.messages import KINDS, NODE_TYPES, message_class
-from lumos_nb.exchange.chakra.tables import ATTRIBUTES, NODES, Nodes, completed, parsed
+from lumos_nb.exchange.chakra.tables import ATTRIBUTES, NODES, Nodes, completed, parsed, type_numbers
 from lumos_nb.traces.json_stream import Blocks
 
 SUFFIXES = (".json", ".jsonl")
@@ -234,7 +234,9 @@ def _columns_of(i: int, node: _Node, columns: dict[str, list[Any]]) -> bytes:
 
 def _table(columns: dict[str, list[Any]]) -> pl.DataFrame:
     try:
-        return completed(pl.DataFrame(columns, schema_overrides={name: NODES.columns[name] for name in columns}))
+        table = completed(pl.DataFrame(columns, schema_overrides={name: NODES.columns[name] for name in columns}))
+        type_numbers(table["type"])
+        return table
     except pl.exceptions.PolarsError as error:
         raise ChakraError(f"a column holds what it cannot: {error}.") from error
 

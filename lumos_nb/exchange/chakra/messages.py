@@ -11,6 +11,8 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from lumos_nb.errors import InputError
+
 NODE_TYPES = (
     "INVALID_NODE",
     "METADATA_NODE",
@@ -70,11 +72,18 @@ _SCHEMA = {
 def message_class(name: str) -> Any:
     """The protobuf class of a message.
 
+    Raises
+    ------
+    InputError
+        There is no message of that name.
+
     Examples
     --------
     >>> message_class("Node")(id=2**63, type=4).SerializeToString().hex()
     '08808080808080808080011804'
     """
+    if name not in _SCHEMA:
+        raise InputError(f"{name!r:.60} is no message of Chakra: there are {', '.join(_SCHEMA)}.")
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"ChakraProtoMsg.{name}"))
 
 

@@ -258,7 +258,8 @@ def _type_names(numbers: Int64s) -> pl.Series:
     return pl.Series(numbers).replace_strict(named, default=pl.Series(numbers).cast(pl.String), return_dtype=pl.String)
 
 
-def _type_numbers(names: pl.Series) -> pl.Series:
+def type_numbers(names: pl.Series) -> pl.Series:
+    """The numbers of types of nodes; ChakraError for one that is none."""
     numbers = {name: number for number, name in enumerate(NODE_TYPES)}
     found = names.replace_strict(numbers, default=names.cast(pl.Int32, strict=False), return_dtype=pl.Int64)
     if found.has_nulls():
@@ -282,7 +283,7 @@ def _encoded(table: pl.DataFrame) -> bytes:
     there = np.zeros(fixed.shape, np.uint8)
     for c, name in ((wire.ID, "id"), (wire.START, "start_us"), (wire.DUR, "dur_us")):
         fixed[:, c] = table[name].to_numpy().view(np.int64)
-    fixed[:, wire.TYPE] = _type_numbers(table["type"]).to_numpy()
+    fixed[:, wire.TYPE] = type_numbers(table["type"]).to_numpy()
     for name in _NUMBERS:
         if table[name].null_count() < len(table):
             fixed[:, _COLUMNS[name]] = table[name].cast(pl.Int64).fill_null(0).to_numpy()

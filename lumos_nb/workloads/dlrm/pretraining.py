@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
@@ -20,8 +19,9 @@ from lumos_nb.costs.collectives import CollectiveModel
 from lumos_nb.costs.embedding_net import Features, LookupNet
 from lumos_nb.costs.embedding_samples import LOOKUPS, call_times, checked_samples, predicted_times
 from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup, lookup_us
+from lumos_nb.costs.networks import arrays_of
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import CalibrationError, InputError
+from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, named
 from lumos_nb.layout import Cluster
 from lumos_nb.whole_files import whole
 from lumos_nb.workloads.dlrm.exchange_net import ExchangeNet, scored
@@ -174,7 +174,7 @@ def save_costs(costs: ShardingCosts, folder: str | Path) -> Path:
     fabric = exchange.rest if isinstance(exchange, ExchangeNet) else exchange
     if not isinstance(lookup, LookupNet) or not isinstance(fabric, FabricExchange):
         raise InputError("these costs are not of pretrain, whose networks alone are saved: fit the others again.")
-    path = Path(folder)
+    path = named(folder)
     text = _Saved(
         cluster=fabric.cluster, collectives=fabric.collectives, batch=costs.batch, speed=costs.speed,
         element_bytes=fabric.element_bytes, report=costs.report.to_dicts(),
@@ -201,7 +201,7 @@ def load_costs(folder: str | Path) -> ShardingCosts:
     CalibrationError
         The folder or a file is missing or damaged; the message names it.
     """
-    path = Path(folder)
+    path = named(folder)
     try:
         saved = msgspec.json.decode((path / "costs.json").read_bytes(), type=_Saved)
         fabric = FabricExchange(saved.cluster, saved.collectives, saved.batch, saved.element_bytes)
@@ -209,8 +209,8 @@ def load_costs(folder: str | Path) -> ShardingCosts:
         if len(saved.speed) != saved.cluster.gpus:
             raise ValueError(f"speeds of {len(saved.speed)} devices, a cluster of {saved.cluster.gpus}")
         if (path / "exchange.npz").exists():
-            with np.load(path / "exchange.npz", allow_pickle=False) as arrays:
-                costs = replace(costs, exchange=ExchangeNet.of_arrays(dict(arrays), saved.cluster.gpus, fabric))
-    except (OSError, ValueError, KeyError, BadZipFile, msgspec.MsgspecError) as error:
+            arrays = arrays_of(named(path / "exchange.npz"))
+            costs = replace(costs, exchange=ExchangeNet.of_arrays(arrays, saved.cluster.gpus, fabric))
+        return replace(costs, report=pl.DataFrame(saved.report))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, *UNDECODABLE, pl.exceptions.PolarsError) as error:
         raise CalibrationError(f"{path}: no costs of plans that can be read ({error}); train them again.") from error
-    return replace(costs, report=pl.DataFrame(saved.report))
