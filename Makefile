@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: app browser here gallery notebooks docs help env demo test dist versions audit lint warm lab fuzz accuracy bench calibrate lookups calibrations surcharges scale datasets outputs tables picture constraints
+.PHONY: app browser here gallery notebooks docs help env demo test dist versions audit lint warm lab fuzz accuracy bench bench-peers bench-check calibrate lookups calibrations surcharges scale datasets outputs tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -27,7 +27,7 @@ export SSL_CERT_FILE ?= $(PIP_CERT)
 endif
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 env: .venv/.installed ## the environment, in .venv
 
@@ -110,6 +110,26 @@ bench: env ## speed, on the largest run at hand: benchmarks/results.json and its
 scale: env ## jobs of 1 to 512 ranks, replayed on this machine, in 12 minutes; takes 8 GB of disk and 16 GiB of memory
 	$(BIN)/python -m benchmarks.bench_scale
 	$(BIN)/python -m benchmarks.rows
+
+bench-peers: build/peers-venv/.installed ## speed beside other programs, in 8 minutes: benchmarks/README.md
+	$(BIN)/python -m benchmarks.peers
+	$(BIN)/python -m benchmarks.rows
+
+# It sees what .venv has, torch above all; so peers come without what they depend on, bar what .venv lacks.
+build/peers-venv/.installed: .venv/.installed Makefile
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python build/peers-venv
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(build/peers-venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	@for peer in \
+		"traceinsight==0.6.1 orjson==3.13.0 plotly==7.1.0 narwhals==2.29.0 pydot==4.0.1 kaleido==1.5.0" \
+		"llm-analysis==0.2.2 fire==0.7.1 termcolor==3.3.0" \
+		"torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 pyre-extensions==0.0.32 typing-inspect==0.9.0 iopath==0.1.10 \
+			tensordict==0.15.3 pyvers==0.2.3 torchmetrics==1.0.3"; \
+	do $(BIN)/uv pip install --quiet --no-deps --python build/peers-venv/bin/python $$peer || echo "left out: $$peer"; done
+	@touch $@
+
+bench-check: env ## ratios of speed against the recorded ones, in 3 minutes: fails where one has grown
+	$(BIN)/python -m benchmarks.bench_check
 
 lookups: env ## samples of lookups in embedding tables alone, in 3 minutes; of a GPU with DEVICE=cuda
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.machine.record --device $(DEVICE) --out $(SAMPLES) \

@@ -1,12 +1,7 @@
-"""Speed, each figure beside something measured in the same run: `python -m benchmarks.bench` writes results.json.
-
-`HTA_PYTHON` names the interpreter of an environment that has HolisticTraceAnalysis (`pip install traceinsight`);
-without it the row beside HTA stays as it is.
-"""
+"""Speed, each figure beside something measured in the same run: `python -m benchmarks.bench` writes results.json."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -88,7 +83,7 @@ def main() -> None:
     """Measure and write down."""
     shared = TRACES / LARGEST
     folder = shared if shared.is_dir() else datasets.path("gpt-ddp")
-    rows = [*pipeline_rows(folder), *bench_graph.rows(), *bench_load.rows(os.environ.get("HTA_PYTHON"))]
+    rows = [*pipeline_rows(folder), *bench_graph.rows(), *bench_load.rows()]
     rows += [*bench_replay.rows(), *cost_rows(), *bench_search.rows(), *bench_execution.rows(), *bench_chakra.rows()]
     rows += bench_panels.rows()
     record(RESULTS, rows)

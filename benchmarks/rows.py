@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from lumos_nb.errors import LumosError
+
 FOLDER = Path(__file__).parent
 ACCURACY = FOLDER / "accuracy.json"
 RESULTS = FOLDER / "results.json"
@@ -102,6 +104,8 @@ def table(rows: Sequence[Row]) -> str:
         ("target", [f"{_SIGN[row.target[:2]]}{row.target[2:]}, {_MET[row.met]}" if row.target else "" for row in rows]),
         ("note", [row.note for row in rows]),
     ]
+    if not rows:
+        raise LumosError("a table of no rows: measure some, or take its marks out of the document.")
     shown = [(head, [cell.replace("|", "\\|") for cell in cells]) for head, cells in columns if any(cells)]
     heads, bodies = zip(*shown, strict=True)
     lines = [heads, ["---"] * len(heads), *zip(*bodies, strict=True)]
@@ -151,7 +155,7 @@ def _named(rows: Sequence[Row], lines: Sequence[str]) -> list[Row]:
 
 def documents() -> list[Path]:
     """The files that may quote figures."""
-    return [FOLDER.parent / "README.md", *sorted((FOLDER.parent / "docs").glob("*.md"))]
+    return [FOLDER.parent / "README.md", FOLDER / "README.md", *sorted((FOLDER.parent / "docs").glob("*.md"))]
 
 
 def main() -> None:

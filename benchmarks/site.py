@@ -30,7 +30,10 @@ from benchmarks import gallery
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
 RENDERED = BUILD / "notebooks"
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "notebooks/README.md", "datasets/README.md")
+PAGES = (
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs"),
+    *(f"{folder}/README.md" for folder in ("notebooks", "datasets", "benchmarks")),
+)
 """What is on the site as it stands in the repository; links between them hold there too."""
 WIDGET = "application/vnd.jupyter.widget-view+json"
 OFFLINE = """{% extends 'lab/index.html.j2' %}
@@ -156,7 +159,8 @@ def sources(out: Path, notebooks: Path, drawn: Path) -> dict[str, Any]:
     for title, page in pages.items():
         (out / page).write_text(f"# {title}\n\n{reference(REFERENCE[title])}")
     nav.append({"Reference": [{title: page} for title, page in pages.items()]})
-    rest = {"Data": "datasets/README.md", "Contributing": "CONTRIBUTING.md", "Changes": "CHANGELOG.md"}
+    rest = {"Data": "datasets/README.md", "Beside other programs": "benchmarks/README.md"}
+    rest |= {"Contributing": "CONTRIBUTING.md", "Changes": "CHANGELOG.md"}
     return {"nav": [*nav, {"More": [{title: page} for title, page in rest.items()]}]}
 
 
