@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: app browser here gallery notebooks docs help env demo test dist versions audit lint warm lab fuzz accuracy bench bench-peers bench-check calibrate lookups calibrations surcharges scale datasets outputs tables picture constraints
+.PHONY: app browser here gallery notebooks docs help env demo test dist versions audit lint warm lab soak kill accuracy bench bench-peers bench-check calibrate lookups calibrations surcharges scale datasets outputs tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -88,8 +88,13 @@ $(RESOLUTIONS): env
 audit: env ## known weaknesses of the versions in constraints.txt, asked of PyPI
 	$(BIN)/uv tool run pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
-fuzz: env ## 2,000 mutations of each of ten trace files, an hour or two
-	$(BIN)/python -m tests.test_damage 2000
+soak: env warm ## 100,000 damaged files before every reader, an hour or two: docs/robustness.md
+	$(BIN)/python -m tests.soak --record
+	$(BIN)/python -m benchmarks.rows
+
+kill: env warm ## programs killed 200 times while they parse, calibrate, search and export: docs/robustness.md
+	$(BIN)/python -m tests.kill_soak
+	$(BIN)/python -m benchmarks.rows
 
 here: env ## what this machine does, in 10 minutes, for predictions of steps that are then measured on it
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.here

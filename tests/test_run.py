@@ -219,7 +219,7 @@ def test_ranks_of_jobs_of_different_sizes_are_no_run(folder: Path) -> None:
 
 
 def test_a_path_that_the_system_refuses_is_named() -> None:
-    with pytest.raises(RunError, match=r"x cannot be read: .*too long"):
+    with pytest.raises(RunError, match=r"x names no file"):
         load_run("x" * 5000)
 
 
@@ -558,6 +558,8 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(
 ) -> None:
     size = write(folder / "rank0.json", "x").stat().st_size + write(folder / "rank1.json", "y").stat().st_size
     packed = archive(folder, tmp_path / "run.tar.gz")
+    with tarfile.open(packed) as opened:
+        size += tarfile.BLOCKSIZE * len(opened.getmembers())
     monkeypatch.setenv("LUMOS_NB_MAX_BYTES", str(size - 1))
     with pytest.raises(
         TraceError, match=rf"run\.tar\.gz \(.*unpacks to more than {size - 1:,} bytes.*LUMOS_NB_MAX_BYTES"

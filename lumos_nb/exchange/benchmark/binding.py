@@ -26,6 +26,9 @@ from lumos_nb.exchange.benchmark.peers import Absent, issue, join
 from lumos_nb.exchange.benchmark.peers import Unusable as Unusable
 
 NAME = re.compile(r"([A-Za-z_]\w*)::([A-Za-z_]\w*)(?:\.([A-Za-z_]\w*))?")
+NAMESPACES = {"aten", "prims", "quantized", "mkldnn", "mkl", "onednn", "c10d_functional", "_c10d_functional"}
+NAMESPACES |= {"torchvision", "fbgemm"}
+"""Whose operators are called: torch's, and those of two libraries that compute on tensors and do nothing else."""
 KINDS = {"Tensor", "SymInt", "int", "float", "bool", "number", "Scalar", "ScalarType", "Layout", "Device", "Generator"}
 KINDS |= {"MemoryFormat", "NoneType"}
 WORDS = {"approximate", "reduce", "mode", "rounding_mode", "padding", "padding_mode", "indexing", "equation", "ord"}
@@ -44,6 +47,8 @@ def find_op(name: str) -> Any:
     parts = NAME.fullmatch(name)
     if not parts or any(part and part.startswith("__") for part in parts.groups()):
         raise Unusable(f"{name[:80]!r} is no operator's name")
+    if parts[1] not in NAMESPACES:
+        raise Unusable(f"{name[:80]} is none of {', '.join(sorted(NAMESPACES))}: only their operators are called")
     try:
         found = getattr(getattr(getattr(torch.ops, parts[1]), parts[2]), parts[3] or "default")
     except (AttributeError, RuntimeError):

@@ -212,7 +212,8 @@ def _followed(nodes: list[Node], talks: Communications) -> Dataflow:
 def _checked_sizes(shrink: Mapping[int, int] | None) -> dict[int, int]:
     require_kinds(shrink=(given := {} if shrink is None else shrink, Mapping))
     sizes = dict(given)
-    if any(type(size) is not int or size < 1 for pair in sizes.items() for size in pair):
+    numbers = all(type(size) is int for pair in sizes.items() for size in pair)
+    if not numbers or not all(1 <= smaller <= size < 2**63 for size, smaller in sizes.items()):
         raise InputError(f"shrink is {sizes!r}: give sizes of dimensions and smaller ones, such as {{4096: 64}}.")
     return sizes
 
