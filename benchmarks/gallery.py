@@ -152,12 +152,12 @@ def gpt3(schedule: str = "1f1b") -> Any:
 
 
 @cache
-def found() -> ln.Found:
-    """Layouts of Llama 3 70B on 64 H100s."""
+def found(*gpus: int) -> ln.Found:
+    """Layouts of Llama 3 70B on 64 H100s, or on others."""
     train = ln.Training(micro_batch=1, global_batch=128, seq=4096)
     narrow = {"cp": 1, "schedule": "1f1b", "chunks": 1, "shard": 0, "sequence_parallel": True, "zero": 1}
-    model = ln.Transformer.named("llama-3-70b")
-    return ln.search(model, h100s(8), train, keep=4, micro_batch=[1, 2], recompute=["none", "full"], **narrow)
+    narrow |= {"micro_batch": [1, 2], "recompute": ["none", "full"], "gpus": gpus or 64}
+    return ln.search(ln.Transformer.named("llama-3-70b"), h100s(8), train, keep=4, **narrow)
 
 
 @cache
@@ -270,9 +270,15 @@ GALLERY = {
         lambda: charts.layouts(found().frame, title="Llama 3 70B on 64 H100s"),
     ),
     "pareto": Entry(
-        "What does time cost in memory?",
-        "charts.pareto(found.feasible, found.pareto)",
-        lambda: charts.pareto(found().feasible, found().pareto, title="Llama 3 70B on 64 H100s"),
+        "What does time cost in memory, and in money?",
+        "charts.pareto(found.feasible, found.pareto, usd_per_gpu_hour=2.5)",
+        lambda: charts.pareto(
+            found(16, 32, 64).feasible,
+            found(16, 32, 64).pareto,
+            usd_per_gpu_hour=2.5,
+            title="Llama 3 70B on up to 64 H100s",
+            width_px=400,
+        ),
     ),
     "agreement": Entry(
         "How far off are predictions of published steps?",

@@ -446,7 +446,7 @@ def test_lists_nested_without_end_are_refused(tmp_path: Path):
         benchmark.workload(path)
 
 
-@pytest.mark.parametrize("shrink", [{4: 0}, {4: "x"}, {-1: 2}, {4.5: 2}])
+@pytest.mark.parametrize("shrink", [{4: 0}, {4: "x"}, {-1: 2}, {4.5: 2}, {4: 2**62}, {2**80: 4}])
 def test_sizes_that_make_no_sense_are_refused(shrink: dict[Any, Any], tmp_path: Path):
     path = trace_of(tmp_path, "aten::relu", "aten::relu(Tensor self) -> Tensor", [TENSOR], ["Tensor(float)"])
     with pytest.raises(InputError, match="shrink"):
