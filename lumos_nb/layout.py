@@ -206,6 +206,11 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not 1 <= self.imbalance < math.inf:
             raise self.refusal("imbalance", "give the busiest rank's share over the mean: at least 1")
 
+    @property
+    def kept_dtype(self) -> str:
+        """Format of activations and of weights that travel: fp8 and tf32 are for products only."""
+        return {"fp8": "bf16", "tf32": "fp32"}.get(self.dtype, self.dtype)
+
     def micro_batches(self, layout: Parallelism) -> int:
         """Micro-batches of a step that each replica works on."""
         return self.global_batch // (self.micro_batch * layout.dp)

@@ -6,7 +6,7 @@ Sheets are found by their names and aliases. An alias `interconnect: hardware` h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import NamedTuple
 
@@ -113,7 +113,7 @@ def _text(value: object) -> str:
     return f"{value:.15g}" if isinstance(value, float) else repr(value)
 
 
-def priceable(table: Table, extra: Iterable[Fabric] = ()) -> pl.Series:
+def priceable(table: Table) -> pl.Series:
     """Whether there are sheets for the tiers of each row of a collective frame; what `predict` would refuse else.
 
     Examples
@@ -123,7 +123,7 @@ def priceable(table: Table, extra: Iterable[Fabric] = ()) -> pl.Series:
     True
     """
     frame = as_frame(table, "collective")
-    sheets = [*extra, *fabrics()]
+    sheets = list(fabrics())
     asked = numbers(frame, ["nodes"], "collective").select(
         *(words(frame, name, "collective") for name in ("hardware", "interconnect")), several=pl.col("nodes") > 1
     )

@@ -10,8 +10,7 @@ import msgspec
 import polars as pl
 
 from lumos_nb.errors import InputError, LayoutError
-from lumos_nb.layout import Cluster, Parallelism, Training, Transformer, problems
-from lumos_nb.workloads.llm.schedule import CHUNKS
+from lumos_nb.layout import CHUNKS, Cluster, Parallelism, Training, Transformer, problems
 
 OF_LAYOUT: Mapping[str, pl.DataType] = {
     "tp": pl.Int64(),

@@ -45,14 +45,9 @@ class Rank:
         """Tokens that norms and residuals see."""
         return self.tokens // (self.layout.tp if self.layout.sequence_parallel else 1)
 
-    @cached_property
-    def dtype(self) -> str:
-        """Format of activations and of weights that travel: fp8 and tf32 are for products only."""
-        return {"fp8": "bf16", "tf32": "fp32"}.get(self.train.dtype, self.train.dtype)
-
     def width(self, numbers: float, dtype: str = "") -> int:
         """Bytes of so many numbers."""
-        return math.ceil(numbers) * SIZE_OF[dtype or self.dtype]
+        return math.ceil(numbers) * SIZE_OF[dtype or self.train.kept_dtype]
 
     def shard(self, weight: Weight) -> Weight:
         """A rank's part of a weight; where there are fewer keys than tensor ranks, each has a copy of one."""
@@ -91,8 +86,8 @@ class Rank:
 
     def moves(self, op: str, rows: float, cols: int, dtype: str = "", weight: str | None = None) -> Block:
         """An op that moves data, and its gradient."""
-        row = {"kind": "compute", "op": op, "dtype": dtype or self.dtype, "rows": math.ceil(rows), "cols": cols}
-        row["weight"] = weight
+        row: Row = {"kind": "compute", "op": op, "dtype": dtype or self.train.kept_dtype}
+        row |= {"rows": math.ceil(rows), "cols": cols, "weight": weight}
         return Block([row | {"pass": "fwd"}], [row | {"pass": "bwd"}])
 
     def product(self, weight: Weight, rows: float) -> Block:
@@ -104,7 +99,7 @@ class Rank:
         bias = self.model.bias and weight.part not in ("head", "router")
         op = "grouped_gemm" if experts else "gemm_bias" if bias else "gemm"
         (n, k), m = mine.shape, max(1, math.ceil(rows))
-        dtype = self.dtype if weight.is_adapter else self.train.dtype
+        dtype = self.train.kept_dtype if weight.is_adapter else self.train.dtype
         row = {"kind": "compute", "op": op, "dtype": dtype, "groups": mine.copies, "m": m, "n": n, "k": k}
         row["weight"] = weight.name
         back = row | {"op": op.removesuffix("_bias")}
@@ -113,7 +108,7 @@ class Rank:
             return Block([row | {"pass": "fwd"}], [by_input])
         apart = self.adds_apart
         by_weight = {"pass": "bwd_grad_w", "accumulate": not apart}
-        by_weight["out_dtype"] = self.dtype if apart else self.train.grad_dtype
+        by_weight["out_dtype"] = self.train.kept_dtype if apart else self.train.grad_dtype
         add: Row = {"kind": "compute", "op": "add", "dtype": self.train.grad_dtype, "pass": "fwd"}
         add |= {"phase": "backward_weight", "weight": weight.name, "rows": mine.copies * n, "cols": k}
         backward = [by_input, back | by_weight, *([add] if apart else [])]
@@ -123,7 +118,7 @@ class Rank:
     def adds_apart(self) -> bool:
         """Whether a gradient is added to those of other micro-batches by a kernel of its own."""
         train, layout = self.train, self.layout
-        several = train.micro_batches(layout) > 1 or train.grad_dtype != self.dtype
+        several = train.micro_batches(layout) > 1 or train.grad_dtype != self.train.kept_dtype
         return not train.fused_grads and layout.zero < 3 and several
 
     def linear(self, weight: Weight) -> Block:

@@ -31,7 +31,6 @@ LISTED = ("experts", "numbers", "due")
 TIMES = ("reduce_us", "tail_us", "ready", "step_us", "gather_us", "gather_first_us", "gather_left")
 UNITS = ("root", "plain", "dense", "experts")
 """What ZeRO 3 gathers as one: the ends of the model, a layer without experts, and of one with both parts."""
-ISSUED = ("gather_issue_us", "reduce_issue_us")
 
 
 def replica_times(job: Job, stages: pl.DataFrame) -> pl.DataFrame:
@@ -168,7 +167,7 @@ def _bucket_rows(pairs: pl.DataFrame, buckets: pl.DataFrame, train: Training) ->
     members = _on(group, "size")
     size = pl.when(zero).then(_upwards(pl.col("numbers"), members)).otherwise("numbers")
     collective = pl.when(zero).then(pl.lit("reduce_scatter")).otherwise(pl.lit("all_reduce"))
-    grad, number = SIZE_OF[train.grad_dtype], SIZE_OF[_dtype(train)]
+    grad, number = SIZE_OF[train.grad_dtype], SIZE_OF[train.kept_dtype]
     parts = at.filter(zero & ~pl.col("experts"))
     return pl.concat(
         [
@@ -188,7 +187,7 @@ def _unit_rows(job: Job, pairs: pl.DataFrame) -> pl.DataFrame:
     schema = pl.Schema({**distinct.schema, **listed})
     frame = pl.DataFrame(units, schema=schema, orient="row").with_columns(due=pl.lit(1.0))
     at = asked.join(frame, on=distinct.columns, how="inner")
-    gathered = pl.col("numbers") * SIZE_OF[_dtype(job.train)]
+    gathered = pl.col("numbers") * SIZE_OF[job.train.kept_dtype]
     reduced = pl.col("trained") * SIZE_OF[job.train.grad_dtype]
     found = []
     for unit in UNITS:
@@ -235,11 +234,6 @@ def _padded(weights: Iterable[Weight], members: int) -> int:
     return sum(padded(weight, members) for weight in weights)
 
 
-def _dtype(train: Training) -> str:
-    """Format in which weights travel."""
-    return {"fp8": "bf16", "tf32": "fp32"}.get(train.dtype, train.dtype)
-
-
 def _step_rows(job: Job, pairs: pl.DataFrame) -> pl.DataFrame:
     """What ends a step: sums that micro-batches leave open, and the optimizer."""
     model, train = job.model, job.train
@@ -278,7 +272,7 @@ def _prices(job: Job, rows: pl.DataFrame) -> pl.DataFrame:
         phase=pl.when(compute).then(pl.lit("optimizer")),
         dtype=pl.when(compute).then(pl.lit("fp32")),
         cols=pl.when(compute).then(job.model.hidden),
-        out_dtype=pl.when(cast).then(pl.lit(_dtype(job.train))),
+        out_dtype=pl.when(cast).then(pl.lit(job.train.kept_dtype)),
     ).with_columns(pl.when(compute).then(pl.when(cast).then(pl.lit("fwd")).otherwise(pl.lit("any"))).alias("pass"))
     table = pl.concat([pl.DataFrame(schema=dict(WORK)), asked], how="diagonal_relaxed")
     took = distinct.with_columns(us=(found := job.priced(table))["dur_us"], issue=found["launch_us"])

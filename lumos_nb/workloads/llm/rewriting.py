@@ -304,7 +304,7 @@ class _Edit:
 
     def _with_messages(self, graph: Graph, copies: pl.DataFrame, plan: pl.DataFrame, passes: pl.DataFrame) -> Graph:
         model, _, train = self.target
-        size = train.micro_batch * train.seq * model.hidden * SIZE_OF[train.dtype]
+        size = train.micro_batch * train.seq * model.hidden * SIZE_OF[train.kept_dtype]
         ends = ends_of_passes(graph, copies, plan)
         made = with_messages(graph, passes, ends, self._message_ns(size))
         host_ns = _host_of_messages(self.base, self.structure)
@@ -319,7 +319,7 @@ class _Edit:
     def _message_ns(self, size: int) -> int:
         """How long a message takes: as measured between stages, for other sizes by the ratio of predictions."""
         model, _, train = self.was
-        old = train.micro_batch * train.seq * model.hidden * SIZE_OF[train.dtype]
+        old = train.micro_batch * train.seq * model.hidden * SIZE_OF[train.kept_dtype]
         took = self.base.ops.filter((pl.col("kind") == "comm") & pl.col("collective").is_in(MESSAGES))
         received = took.filter(pl.col("collective") != "send")
         measured = float((received if received.height else took)["dur_ns"].median() or 0)  # type: ignore[arg-type]

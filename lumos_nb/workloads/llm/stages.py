@@ -248,7 +248,7 @@ def _step(rank: Rank, held: Sequence[Held], buckets: Sequence[Sequence[Held]], s
         width = sum(h.weight.size for h in members) / spread / model.hidden
         update = rank.moves(OPTIMIZER_OPS[train.optimizer], width, model.hidden, "fp32").forward
         cast = rank.moves("cast", width, model.hidden, "fp32").forward if train.master else []
-        rows += [row | {"pass": "any"} for row in update] + [row | {"out_dtype": rank.dtype} for row in cast]
+        rows += [row | {"pass": "any"} for row in update] + [row | {"out_dtype": rank.train.kept_dtype} for row in cast]
     for bucket in reversed(buckets) if layout.zero else ():
         _, group = _groups(bucket)
         n = rank.group_sizes[group]

@@ -98,7 +98,7 @@ def layer_tensors(model: Transformer, layout: Parallelism, train: Training, *, e
     """
     tokens = train.micro_batch * train.seq / layout.cp
     part = tokens / layout.tp if layout.sequence_parallel else tokens
-    at = _Widths(max(2, SIZE_OF[train.dtype]), tokens, part, train.regather)
+    at = _Widths(SIZE_OF[train.kept_dtype], tokens, part, train.regather)
     sizes = dict.fromkeys(("x", "between", "y"), model.hidden * at.part * at.number)
     ops = list(_latent(model, layout, at, sizes) if model.mla else _heads(model, layout, at, sizes))
     ops += _core(model, layout, train, at, sizes)
