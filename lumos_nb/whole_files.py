@@ -14,11 +14,11 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from isal import igzip
 
@@ -73,7 +73,8 @@ def whole_file(path: Path, error: type[LumosError] = LumosError) -> Iterator[IO[
         if path.suffix != ".gz":
             yield file
         else:
-            with igzip.IGzipFile("", "wb", mtime=0, fileobj=file) as packed:
+            pack: Callable[..., Any] = igzip.IGzipFile
+            with pack("", "wb", mtime=0, fileobj=file) as packed:
                 yield packed
 
 
