@@ -1,0 +1,131 @@
+"""What holds of any step's times, and traces whose numbers are odd: a result that keeps it, or an error of ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lumos_nb as ln
+from lumos_nb.critical_path import sweep
+from lumos_nb.errors import LumosError
+from lumos_nb.findings import parts_by_rank
+from lumos_nb.graph import Graph, build_graph
+from lumos_nb.traces.run import Run, load_run
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return load_run(ln.datasets.path("gpt-ddp"))
+
+
+@pytest.fixture(scope="module")
+def graph(run: Run) -> Graph:
+    return build_graph(run)
+
+
+def holds(graph: Graph) -> None:
+    """Assert that a step's parts add up to it on every rank."""
+    result = ln.replay(graph)
+    parts = parts_by_rank(result)
+    assert parts.select(pl.sum_horizontal(pl.exclude("rank", "step_ns")) == pl.col("step_ns")).to_series().all()
+
+
+def test_a_step_adds_up_and_takes_no_less_than_its_busiest_lane(graph: Graph) -> None:
+    holds(graph)
+    ops = ln.replay(graph).ops
+    whole_ns = ops.select((pl.col("start_ns") + pl.col("dur_ns")).max() - pl.col("start_ns").min()).item()
+    assert whole_ns >= graph.ops.group_by("rank", "lane").agg(pl.sum("dur_ns")).select(pl.max("dur_ns")).item()
+
+
+@given(st.integers(0, 50))
+def test_scaling_every_time_scales_the_step(graph: Graph, factor: int) -> None:
+    scaled = replace(
+        graph,
+        ops=graph.ops.with_columns(pl.col("dur_ns") * factor),
+        edges=graph.edges.with_columns(pl.col("lag_ns") * factor),
+    )
+    first_ns = ln.replay(graph).ops["start_ns"].min()
+    assert isinstance(first_ns, int)
+    ends = (
+        (ln.replay(one).ops.select(pl.col("start_ns") + pl.col("dur_ns")).max().item() - first_ns)
+        for one in (graph, scaled)
+    )
+    once, many = ends
+    assert many == factor * once
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6)), max_size=20))
+def test_further_edges_never_shorten_a_step(graph: Graph, drawn: list[tuple[int, int, int]]) -> None:
+    """From ops that begin earlier to such as begin later, so that there is no cycle."""
+    result = ln.replay(graph)
+    ops = result.ops.drop_nulls("start_ns").select("op_id", "start_ns").rows()
+    pairs = [(*sorted((ops[a % len(ops)], ops[b % len(ops)]), key=lambda op: op[1]), lag) for a, b, lag in drawn]
+    rows = [{"src": one[0], "dst": other[0], "lag_ns": lag} for one, other, lag in pairs if one[1] < other[1]]
+    rest = {"from_start": False, "rule": "drawn", "evidence": "drawn", "hard": True}
+    more = pl.DataFrame([row | rest for row in rows], schema=graph.edges.schema)
+    edges = pl.concat([graph.edges, more])
+    assert ln.replay(replace(graph, edges=edges)).step_ns >= result.step_ns
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_order_of_edges_changes_nothing(graph: Graph, noise: object) -> None:
+    shuffled = graph.edges.sample(fraction=1.0, shuffle=True, seed=hash(str(noise)) % 2**31)
+    result = ln.replay(replace(graph, edges=shuffled))
+    assert result.ops["start_ns"].equals(ln.replay(graph).ops["start_ns"])
+
+
+def test_a_sweep_that_scales_by_one_is_the_replay(graph: Graph) -> None:
+    kinds = graph.ops["kind"].unique().to_list()
+    assert sweep(graph, [dict.fromkeys(kinds, 1.0)])["step_ns"].item() == ln.replay(graph).step_ns
+
+
+def changed(run: Run, events: pl.DataFrame) -> Run:
+    """The run with other events."""
+    return replace(run, events=events)
+
+
+ODD = {
+    "steps that take no time": pl.all_horizontal(pl.col("dur_ns") >= 0),
+    "one rank without events": pl.col("rank") != 1,
+    "one op a rank": pl.col("event_id") < 1,
+    "nothing at all": pl.lit(value=False),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_runs_end_in_a_step_that_keeps_what_must_hold_or_in_our_error(run: Run, name: str) -> None:
+    events = run.events.filter(ODD[name])
+    if name == "steps that take no time":
+        marks = pl.col("name").str.starts_with("ProfilerStep#")
+        events = events.with_columns(dur_ns=pl.when(marks).then(0).otherwise("dur_ns"))
+    try:
+        holds(build_graph(changed(run, events)))
+    except LumosError as error:
+        assert str(error)  # noqa: PT017 (either is right)
+
+
+@pytest.mark.parametrize("skew_s", [-30, -1, 1, 30])
+def test_clocks_that_are_seconds_apart_leave_each_rank_its_time(run: Run, graph: Graph, skew_s: int) -> None:
+    moved = pl.when(pl.col("rank") == 1).then(pl.col("start_ns") + skew_s * 10**9).otherwise("start_ns")
+    skewed = build_graph(changed(run, run.events.with_columns(start_ns=moved)), graph.step)
+    holds(skewed)
+    assert ln.replay(skewed).step_ns == pytest.approx(ln.replay(graph).step_ns, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tenth_of_the_calls_missing_is_a_step_or_our_error(run: Run, seed: int) -> None:
+    kept = pl.col("event_id").hash(seed) % 10 > 0
+    try:
+        holds(build_graph(changed(run, run.events.filter(kept))))
+    except LumosError as error:
+        assert str(error)  # noqa: PT017 (either is right)
+
+
+def test_negative_durations_are_refused(graph: Graph) -> None:
+    ops = graph.ops.with_columns(dur_ns=pl.when(pl.col("op_id") == graph.ops["op_id"][3]).then(-1).otherwise("dur_ns"))
+    with pytest.raises(LumosError, match="-1"):
+        ln.replay(replace(graph, ops=ops))
