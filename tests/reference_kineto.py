@@ -23,9 +23,10 @@ import msgspec
 import numpy as np
 import polars as pl
 
+from lumos_nb.errors import UNDECODABLE
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.exact import LATEST_NS, integer, strings
-from lumos_nb.traces.json_stream import UNDECODABLE, Blocks
+from lumos_nb.traces.json_stream import Blocks
 from lumos_nb.traces.json_text import find_events, mend, surrounding
 from lumos_nb.traces.kineto import rank_of
 from lumos_nb.traces.kineto_events import CATEGORIES, DEVICE_CATEGORIES, DROPPED_PHASES, LONGEST_NS, like_cuda
