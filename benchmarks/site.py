@@ -40,8 +40,14 @@ OFFLINE = """{% extends 'lab/index.html.j2' %}
 {% block html_head_js %}{% endblock %}{% block jupyter_widgets %}{% endblock %}
 {% block html_head_js_mathjax %}{% endblock %}{% block html_head_js_mermaidjs %}{% endblock %}
 {% block body_header %}{{ super() }}
-<p style="margin: 1em 4.5em"><a href="index.html">All notebooks</a></p>{% endblock %}"""
-"""JupyterLab's page without what it would fetch, and with a way back."""
+<p style="margin: 1em 4.5em"><a href="index.html">All notebooks</a></p>{% endblock %}
+{% block data_png scoped %}<div class="jp-RenderedImage jp-OutputArea-output">
+{% set width = output | get_metadata('width', 'image/png') %}
+<img src="data:image/png;base64,{{ output.data['image/png'] | escape_html }}"
+alt="{{ (output | get_metadata('alt', 'image/png') or 'A picture') | escape_html }}"
+{% if width %}width="{{ width }}"{% endif %}>
+</div>{% endblock %}"""
+"""JupyterLab's page without what it would fetch, with a way back, and with what pictures say of themselves."""
 LINKED = re.compile(r'(?<=href=")((?:\.\./)*[\w/]+)\.(?:ipynb|md)(?=["#])')
 """A link of a notebook to another one, or to a document."""
 REFERENCE = {

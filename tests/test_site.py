@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 
@@ -86,6 +87,17 @@ def test_the_reference_has_every_public_name(site):
     for module, names in public_names().items():
         for name in names:
             assert f'id="lumos_nb.{module}.{name}"' in text, f"{module}.{name}"
+
+
+def test_a_picture_says_in_the_page_what_it_shows(tmp_path):
+    seen = {"image/png": {"width": 40, "alt": 'Time of "a" < b'}}
+    shown = {"output_type": "display_data", "metadata": seen, "data": {"image/png": "iVBORw0KGgo="}}
+    book = nbformat.v4.new_notebook(cells=[cell("code", source="", outputs=[shown])])
+    nbformat.write(book, tmp_path / "one.ipynb")
+    page = render(tmp_path / "one.ipynb", tmp_path / "out", execute=False).read_text()
+    (picture,) = re.findall(r"<img[^>]*>", page, re.DOTALL)
+    assert 'width="40"' in picture
+    assert html.unescape(picture).count('Time of "a" < b') == 1
 
 
 def test_a_notebook_is_executed_and_its_panels_become_a_line(tmp_path):
