@@ -109,6 +109,12 @@ def test_thousands_of_ranks_are_written_one_at_a_time(tmp_path):
     assert {*last.filter(type="COMM_RECV_NODE")["comm_src"]} == {4095 - 1024}
 
 
+def test_more_ranks_than_any_job_has_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("lumos_nb.exchange.chakra.conversion.MOST_RANKS", 23)
+    with pytest.raises(InputError, match="has 24 ranks; files are made of 23 at most"):
+        ln.chakra.write(ln.estimate(MODEL, LAYOUTS[24], TRAIN, cluster(24)), tmp_path)
+
+
 def test_rings_of_an_estimate_go_round(tmp_path):
     ln.chakra.write(ln.estimate(MODEL, LAYOUTS[24], TRAIN, cluster(24)), tmp_path)
     nodes = ln.chakra.read_file(tmp_path / "chakra.12.et").table  # in the ring 8, 10, 12, 14

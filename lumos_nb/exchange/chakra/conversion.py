@@ -100,6 +100,10 @@ def write(
     return write_ranks(files(), folder, prefix, job.groups)
 
 
+MOST_RANKS = 1_000_000
+"""Of a job: its groups list each of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankFiles:
     """What the files of a job will hold, put together when a rank is asked for.
@@ -136,6 +140,8 @@ class RankFiles:
             )
         layout = getattr(source, "layout", None)
         layout = layout if isinstance(layout, Parallelism) else None
+        if layout and layout.world > MOST_RANKS:
+            raise InputError(f"the layout has {layout.world:,} ranks; files are made of {MOST_RANKS:,} at most.")
         nodes = nodes_of(graph, latencies=target is None, rings=layout is not None)
         nodes = _in_turn(nodes) if target else nodes
         tables = {rank: table for (rank,), table in nodes.partition_by("rank", as_dict=True).items()}
