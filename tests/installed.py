@@ -98,7 +98,7 @@ def test_the_demo_runs_on_the_installation_s_own_data_where_nobody_can_write(pyt
 def test_every_module_is_there_and_imports_with_what_was_installed(python: Path, tmp_path: Path) -> None:
     code = (
         "import importlib, importlib.util, pkgutil, lumos_nb\n"
-        "needs = {} if importlib.util.find_spec('altair') else {'altair', 'anywidget', 'ipywidgets'}\n"
+        "needs = set() if importlib.util.find_spec('altair') else {'altair', 'anywidget', 'ipywidgets'}\n"
         "for found in pkgutil.walk_packages(lumos_nb.__path__, 'lumos_nb.'):\n"
         "    try:\n"
         "        importlib.import_module(found.name)\n"
