@@ -1,150 +1,24 @@
-"""Damaged files: a named repair in the notes, or an error that names the file; never anything else, nor for long.
+"""Damaged traces, one kind of damage each: a named repair in the notes, or an error that names the file.
 
-`python -m tests.test_damage 2000` mutates each seed 2,000 times and prints what came of it.
+`tests.soak` damages the files of every reader at random.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gzip
-import json
-import random
-import resource
-import sys
-import tempfile
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lumos_nb.errors import LumosError, TraceError, UnsupportedFormat
-from lumos_nb.graph import build_graph
+from lumos_nb.errors import TraceError, UnsupportedFormat
 from lumos_nb.traces import json_stream
 from lumos_nb.traces.kineto import read_kineto
-from lumos_nb.traces.run import load_run
 from lumos_nb.traces.trace import Trace as KinetoTrace
-from tests.conftest import TRACES
 from tests.kineto_notes import accounted_for, noted
-from tests.trace_builder import Trace, repeated, write_kineto
 
-MOST_S, MOST_MIB = 20, 1024
-"""What one file of a few hundred kB may take at most; the memory is that of all files after the first."""
-
-REAL = (
-    "aiu/allreduce_tp4.json",
-    "composer/rank_0.trace.json",
-    "hta/amd_trace/mi250_minitoy_train_ROCm6_2_kineto.json.gz",
-    "hta/critical_path/cuda_event_sync/event_sync_trace.json.gz",
-    "hta/critical_path/end_to_end/simple_add/input/trace.json.gz",
-    "kineto/tb_plugin/test/gpu_metrics_input.json",
-    "tracelens/torch_compile_triton/trace.json.gz",
-)
-MADE = ("steps", "steps, compact and packed", "steps, a bare list")
-TOKENS = [
-    *(b'"', b"{", b"}", b"[", b"]", b",", b":", b"\\", b"\0", b"\xff", b"\n", b"\\ud83d"),
-    *(b"NaN", b"-Infinity", b"1e999", b"-0", b"9" * 30, b"null", b"{}", b'"ph":"X",', b"}, {", b'"args":[', b'"]}'),
-]
-
-
-def _step(trace: Trace, step: int, at: float) -> None:
-    trace.op("aten::mm", at + 100, at + 300)
-    trace.launch("gemm", (at + 120, at + 130), (at + 140, at + 500))
-    record = trace.record(at + 310, at + 311)
-    trace.wait_event(at + 320, at + 321, waits=(20, 7, record))
-    trace.launch("ncclDevKernel_AllReduce", (at + 330, at + 331), (at + 510, at + 700), stream=20)
-    trace.call("cudaDeviceSynchronize", at + 400, at + 720)
-
-
-def made(name: str) -> bytes:
-    """One of the seeds `MADE`."""
-    with tempfile.TemporaryDirectory() as folder:
-        whole = json.loads(write_kineto(repeated(_step, world_size=1), Path(folder) / "x.json").read_text())
-    if name == "steps":
-        return json.dumps(whole, indent=2).encode()
-    if name == "steps, a bare list":
-        return json.dumps(whole["traceEvents"], indent=0).encode()
-    return gzip.compress(json.dumps(whole, separators=(",", ":")).encode(), mtime=0)
-
-
-def cut(data: bytes, noise: random.Random) -> bytes:
-    return data[: noise.randrange(len(data))]
-
-
-def flip(data: bytes, noise: random.Random) -> bytes:
-    changed = bytearray(data)
-    for _ in range(noise.choice([1, 1, 2, 8, 64])):
-        changed[noise.randrange(len(data))] ^= 1 << noise.randrange(8)
-    return bytes(changed)
-
-
-def splice(data: bytes, noise: random.Random) -> bytes:
-    a, b = sorted(noise.randrange(len(data)) for _ in range(2))
-    return data[:a] + data[b:] if noise.random() < 0.5 else data[:b] + data[a:]
-
-
-def duplicate(data: bytes, noise: random.Random) -> bytes:
-    begin = noise.randrange(len(data))
-    piece = data[begin : begin + noise.choice([1, 30, 300, 3000])]
-    at = noise.randrange(len(data))
-    return data[:at] + piece * noise.choice([1, 1, 2, 50]) + data[at:]
-
-
-def insert(data: bytes, noise: random.Random) -> bytes:
-    for _ in range(noise.choice([1, 1, 3, 20])):
-        at = noise.randrange(len(data))
-        data = data[:at] + noise.choice([*TOKENS, noise.randbytes(3)]) + data[at + noise.randrange(3) :]
-    return data
-
-
-MUTATIONS: tuple[Callable[[bytes, random.Random], bytes], ...] = (cut, flip, splice, duplicate, insert)
-
-
-def mutated(seed: bytes, noise: random.Random) -> bytes:
-    """The seed with one or two mutations, of its text or, if it is packed, of its bytes."""
-    packed = seed[:2] == b"\x1f\x8b"
-    of_text = packed and noise.random() < 0.6
-    data = gzip.decompress(seed) if of_text else seed
-    for _ in range(noise.choice([1, 1, 2])):
-        data = noise.choice(MUTATIONS)(data or b"{", noise)
-    return gzip.compress(data, 1, mtime=0) if of_text and noise.random() < 0.5 else data
-
-
-def outcome(path: Path) -> str:
-    """What comes of loading a file and making a graph of it; anything but a result or our error is raised."""
-    begun, stage = time.process_time(), "loading"
-    try:
-        run = load_run(path, cache=False)
-        dropped = run.report.filter(run.report["what"].str.starts_with("dropped"))["count"].sum()
-        assert dropped == run.ranks["dropped"].sum(), "an event is neither kept nor counted"
-        stage = "graph"
-        build_graph(run)
-        what = "a graph"
-    except LumosError as error:
-        if stage == "loading" and path.name not in str(error):
-            raise AssertionError("the error does not name the file") from error
-        what = f"{type(error).__name__} ({stage})"
-    took_s = time.process_time() - begun
-    assert took_s <= MOST_S, f"it took {took_s:.1f} s"
-    return what
-
-
-def outcomes(name: str, times: int) -> Iterator[str]:
-    """Of each mutation of a seed what came of it; the traceback of what should not come of any."""
-    seed = made(name) if name in MADE else (TRACES / name).read_bytes()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rank-0.json"
-        for i in range(times):
-            path.write_bytes(mutated(seed, random.Random(f"{name} {i}")))
-            try:
-                yield outcome(path)
-            except Exception:
-                yield f"FAILED: mutation {i} of {name}: {traceback.format_exc()}"
-
-
-# --- one kind of damage each ------------------------------------------------------------------------------------------
+MOST_S = 20
 
 EVENT = '{{"ph": "X", "cat": "cpu_op", "name": {name}, "pid": 1, "tid": 2, "ts": {ts}, "dur": {dur}, "args": {{}}}}'
 
@@ -309,36 +183,3 @@ def test_text_that_never_becomes_an_event_takes_no_time(tmp_path: Path, text: by
     with contextlib.suppress(TraceError):
         read_kineto(tmp_path / "trace.json")
     assert time.process_time() - begun < MOST_S
-
-
-# --- any damage -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_mutations_of_real_files_end_in_a_result_or_our_error(traces: Path, name: str) -> None:
-    assert [what for what in outcomes(name, 40) if what.startswith("FAILED")] == []
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_mutations_of_made_files_end_in_a_result_or_our_error(name: str) -> None:
-    counts = Counter(outcomes(name, 40))
-    assert [what for what in counts if what.startswith("FAILED")] == []
-    assert 5 <= counts["a graph"] <= 39
-
-
-def main(times: int) -> None:
-    """Write what came of `times` mutations of each seed; exit with 1 if any was neither a result nor our error."""
-    failed = False
-    for name in [*REAL, *MADE]:
-        before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-        counts = Counter(outcomes(name, times))
-        grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        failed |= grown_mib > MOST_MIB or any(what.startswith("FAILED") for what in counts)
-        took_s = time.perf_counter() - begun
-        sys.stdout.write(f"{name}: {dict(counts.most_common())}, {took_s:.0f} s, {grown_mib:.0f} MiB more\n")
-        sys.stdout.flush()
-    sys.exit(failed)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
