@@ -294,7 +294,7 @@ def with_mended_parents(frame: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     The observer keeps a stack of what is open on each thread. A record of gloo's is put on the stack of the thread that
     issues, and its end, from another thread, takes off whatever is on top: so what follows lies under calls that have
     ended, or beside the call that holds it. But nodes are written when they end, and record functions are numbered when
-    they begin, so both orders together say what held what. On traces without such records that gives the file's parents.
+    they begin, so both orders together say what held what. Of traces without such records that gives the file's own.
     """
     is_gloo = frame["name"].str.starts_with(_GLOO)
     muddled = frame.filter(is_gloo)["thread"].unique().drop_nulls()
