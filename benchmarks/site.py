@@ -75,7 +75,7 @@ REFERENCE = {
         "workloads.dlrm.table_rows",
     ),
     "Exchange": ("exchange.chakra", "exchange.benchmark"),
-    "Charts, tables and data": ("charts", "display", "datasets"),
+    "Charts, panels, tables and data": ("charts", "widgets", "display", "datasets"),
 }
 """Pages of the API reference, and the modules whose public names each has."""
 
