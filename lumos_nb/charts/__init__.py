@@ -2,8 +2,8 @@
 
 Only this package imports altair. Importing it in a notebook makes charts appear there: JupyterLab draws them itself,
 without a network, and what cannot run scripts (GitHub, nbviewer) shows the PNG beside it. A PNG takes 0.1 to 1.5 s a
-chart; the environment variable `LUMOS_NB_STATIC=0` leaves it out. JupyterLab's dark theme makes charts dark that are drawn
-in it; `LUMOS_NB_THEME=dark` makes all of them so, images too.
+chart; the environment variable `LUMOS_NB_STATIC=0` leaves it out. Charts drawn in JupyterLab's dark theme are dark;
+`LUMOS_NB_THEME=dark` makes all of them so, images too.
 """
 
 from lumos_nb.charts.changes import difference as difference
