@@ -113,7 +113,7 @@ def test_a_name_that_is_a_script_stays_text(name):
     assert "&lt;script&gt;" in shown
 
 
-@pytest.mark.parametrize("name", OBJECTS.keys() - {"GPU", "fabric", "surcharges"})
+@pytest.mark.parametrize("name", sorted(OBJECTS.keys() - {"GPU", "fabric", "surcharges"}))
 def test_a_terminal_gets_the_same_as_text(name):
     """Sheets show the call that makes them."""
     text = repr(OBJECTS[name]())
