@@ -86,7 +86,12 @@ class Files:
             with whole(kept / "groups.parquet") as part:
                 plan.groups.write_parquet(part)
         arrays = {name: load(kept, name) for name in _ARRAYS}
-        return Plan(groups=pl.read_parquet(kept / "groups.parquet"), **arrays)
+        try:
+            with panics_told():
+                groups = pl.read_parquet(kept / "groups.parquet")
+        except (OSError, pl.exceptions.PolarsError) as error:
+            raise RunError(f"{kept} cannot be read ({error}): delete it, and replay the job again.") from error
+        return Plan(groups=groups, **arrays)
 
     def _planned(self) -> Plan:
         """Numbers of the ranks' tables, read one after another, put together."""
@@ -230,6 +235,8 @@ def found(folder: Path) -> Files:
             ranks = RANKS.check(pl.read_parquet(folder / "ranks.parquet"))
     except (OSError, pl.exceptions.PolarsError) as error:
         raise RunError(f"{folder} has no job ({error}): save_job(graph, folder) writes one.") from error
+    if ranks.drop_nulls().height < ranks.height:
+        raise RunError(f"{folder / 'ranks.parquet'} lacks numbers of a rank: write the job anew.")
     for rank in ranks["rank"]:
         for what in ("ops", "edges"):
             if not (path := _path(folder, what, rank)).exists():

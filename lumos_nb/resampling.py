@@ -180,8 +180,8 @@ def step_interval(
     -------
     table
         One row: `step`, `step_ns` (on traced ranks), `low_ns`, `median_ns`, `high_ns` (null with one traced rank, which
-        tells nothing of how far ranks are apart), `level`, `ranks_measured`, `ranks_filled`, `ranks_absent` (not filled
-        either: the interval knows nothing of their lateness), `transfers_estimated` (as in the filled step's graph).
+        tells nothing of how far ranks are apart), `level`, `ranks_measured`, `ranks_filled`, `ranks_absent` (of whose
+        lateness the interval knows nothing), `transfers_estimated` (as in the filled step's graph).
 
     Raises
     ------
@@ -210,8 +210,8 @@ def step_interval(
         quantiles = np.quantile(later[1] - later[0], [(1 - level) / 2, 0.5, (1 + level) / 2])
         interval = [measured_ns + round(change_ns) for change_ns in quantiles]
     row = {"step": step, "step_ns": measured_ns} | dict(zip(("low_ns", "median_ns", "high_ns"), interval, strict=True))
-    row |= {"level": level, "ranks_measured": len(layout.traced), "ranks_filled": len(filled.filled)}
-    row |= {"ranks_absent": len(layout.kin) - len(layout.traced) - len(filled.filled)}
+    counts = {"ranks_measured": len(layout.traced), "ranks_filled": len(filled.filled)}
+    row |= {"level": level, **counts, "ranks_absent": len(layout.kin) - sum(counts.values())}
     comm = filled.ops.filter((pl.col("step") == step) & (pl.col("kind") == "comm"))
     estimated = comm.filter(lacks_ranks(traced.world_size, filled.filled)).height
     return pl.DataFrame(row | {"transfers_estimated": estimated}, schema_overrides=dict.fromkeys(_INTERVAL, pl.Int64))

@@ -44,8 +44,8 @@ MOST_MIB, MOST_TIMES = 256, 64
 UNPACKED_BYTES = 4 << 20
 """`LUMOS_NB_MAX_BYTES` of the processes: the bombs of `tests.mutations`, of 8 MiB, are refused."""
 
-ADDRESSES = 4 << 30
-"""More addresses a process does not get, so that what would take all memory dies alone."""
+ADDRESSES = 6 << 30
+"""More than these a process does not get beyond what it has when a reader begins: what takes all memory dies alone."""
 
 CHUNK, INPUTS, SEED, BY_HAND = 2_000, 100_000, 0, -1
 _NONE = 2**64 - 1
@@ -143,6 +143,8 @@ def counted(bench: Bench, name: str, seed: int, inputs: range, at: mmap.mmap) ->
     """What came of these files; which one is being read stands in `at`."""
     found, escapes, slowest_s, peak_mib = Counter[str](), [], 0.0, 0.0
     bench.start(name)
+    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (size_bytes + ADDRESSES, resource.RLIM_INFINITY))
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for i in inputs:
@@ -170,8 +172,6 @@ def serve() -> None:
     warnings.simplefilter("error")
     import tests.soak_readers  # noqa: F401
 
-    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-    resource.setrlimit(resource.RLIMIT_AS, (size_bytes + ADDRESSES, resource.RLIM_INFINITY))
     own = os.dup(1)
     os.dup2(2, 1)  # what a reader prints is no answer
     with (
@@ -236,6 +236,7 @@ class Process:
                 continue  # it imports, and reads sound files
             elif (took_s := _cpu_s(child.pid) - cpu_s) > self.most_s or time.monotonic() - since > self.most_wall_s:
                 child.kill()
+                child.wait()  # or it would be taken for one that lives
                 waiting.join()
                 return f"it had not ended after {took_s:.0f} s of processor time"
         return ""

@@ -209,6 +209,16 @@ def _three_digits(column: str) -> pl.Expr:
     return pl.col(column).round_sig_figs(3).cast(pl.String)
 
 
+def _usd_of_tokens(usd_per_gpu_hour: object) -> list[pl.Expr]:
+    """What a billion tokens cost, as `usd`; nothing without a price."""
+    if usd_per_gpu_hour is None:
+        return []
+    if not (isinstance(usd_per_gpu_hour, int | float) and 0 < usd_per_gpu_hour < math.inf):
+        raise InputError(f"usd_per_gpu_hour={usd_per_gpu_hour!r:.60}: give what a GPU costs an hour, such as 2.5.")
+    gpu_hours = pl.col("gpus") / pl.col("tokens_per_s") * 1e9 / 3600
+    return [(gpu_hours * usd_per_gpu_hour).alias("usd")]
+
+
 def pareto(
     frame: pl.DataFrame,
     front: pl.DataFrame,
@@ -243,16 +253,12 @@ def pareto(
     >>> found = search(model, cluster, train, keep=1, schedule="1f1b", cp=1)
     >>> pareto(found.feasible, found.pareto, usd_per_gpu_hour=2.5)
     """
-    priced = usd_per_gpu_hour is not None
-    if priced and not (isinstance(usd_per_gpu_hour, int | float) and 0 < usd_per_gpu_hour < math.inf):
-        raise InputError(f"usd_per_gpu_hour={usd_per_gpu_hour!r:.60}: give what a GPU costs an hour, such as 2.5.")
-    needed = ("gpus", "step_s", "memory_bytes", *(["tokens_per_s"] if priced else []))
+    usd = _usd_of_tokens(usd_per_gpu_hour)
+    needed = ("gpus", "step_s", "memory_bytes", *(["tokens_per_s"] if usd else []))
     frame, front = (check_rows(table, what, numbers=needed) for table, what in ((frame, "search"), (front, "front")))
     behind = frame.sample(min(max_points, frame.height), seed=0)
     varied = {name for name in frame.columns if frame[name].n_unique() > 1} & {*front.columns} - {"gpus"}
     axes = [name for name in AXES if name in varied]
-    billion_hours = pl.col("gpus") / pl.col("tokens_per_s") * 1e9 / 3600
-    usd = [(billion_hours * usd_per_gpu_hour).alias("usd")] if priced else []
     behind, marked = (
         table.select(*axes, "gpus", "step_s", (pl.col("memory_bytes") / 1e9).alias("memory_gb"), *usd)
         for table in (behind, front)
@@ -264,7 +270,7 @@ def pareto(
         .axis(format="~g", **LOG_LOOK)
     )
     colour = alt.Color("gpus:N").scale(range=(PREDICTED, *CLASS_COLOURS[1:])).title("GPUs")
-    cost = [alt.Tooltip("usd:Q", format=",.4~r", title=PER_TOKENS)] if priced else []
+    cost = [alt.Tooltip("usd:Q", format=",.4~r", title=PER_TOKENS)] if usd else []
     tooltip = [*told(*axes), alt.Tooltip("gpus:Q", title="GPUs"), *seconds("step_s"), MEMORY, *cost]
 
     def over(x: alt.X, *between: alt.Chart) -> alt.LayerChart:
@@ -277,7 +283,7 @@ def pareto(
     line = alt.Chart(marked).mark_line(interpolate="step-after", strokeWidth=1.5)
     drawn = over(alt.X("memory_gb:Q").scale(zero=False).title("memory of the fullest rank (GB)"), line)
     count = f"{behind.height:,} of {frame.height:,} layouts that fit; coloured: the {front.height} that none beats"
-    if not priced:
+    if not usd:
         return drawn.properties(title=heading(title, count))
     beside = over(alt.X("usd:Q").scale(zero=False).title(PER_TOKENS))
     return alt.HConcatChart(

@@ -88,7 +88,7 @@ def read_nsys(path: str | Path) -> Trace:
         raise UnsupportedFormat(f"{path} is of the format {name}; read_trace takes it.")
     try:
         with _opened(path) as connection:
-            return _Export(connection, path).trace()
+            return _Export(connection, path).trace(path)
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:  # also names of columns that are no UTF-8
         raise TraceError(
             f"{path} is a damaged SQLite file: {error}. Export the report again (nsys export --type sqlite)."
@@ -165,7 +165,7 @@ class _Export:
         found = [one.join(self.strings, on="id", how="left", maintain_order="left")["name"] for one in ids]
         return pl.select(pl.coalesce(found).alias("name")).to_series()
 
-    def trace(self) -> Trace:
+    def trace(self, path: Path) -> Trace:
         device = [self.device_rows(name, category) for name, category in DEVICE_TABLES.items()]
         calls = self.calls()
         work = pl.concat(device, how="diagonal_relaxed")
@@ -174,6 +174,10 @@ class _Export:
         ranges = self.ranges()
         events = pl.concat([*device, calls, sync, ranges], how="diagonal_relaxed")
         ranks = _ranks(work if work.height else pl.concat([calls, ranges], how="diagonal_relaxed"))
+        if ranks.is_empty():
+            raise TraceError(
+                f"{path} has {self.count:,} events, none of a process that can be a rank. Export the report again."
+            )
         metadata = self.metadata(ranks)
         stated = metadata.get("distributedInfo", {}).get("rank")
         if stated is not None:

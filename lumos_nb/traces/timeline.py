@@ -118,6 +118,9 @@ def _of_parquet(path: Path) -> tuple[pl.DataFrame, list[tuple[str, int, str]], i
         raise TraceError(f"{path} cannot be read as Parquet: {error}. Export it again.") from error
     if missing := [c for c in needed if c not in table.columns]:
         raise TraceError(f"{path} is no timeline: it lacks the column(s) {', '.join(missing)}.")
+    if isinstance(table["optype"].dtype, pl.Categorical | pl.Enum):
+        table = table.cast({"optype": pl.String})
+    _refuse_others(path, {c: table[c].dtype for c in needed})
     seconds = [pl.col(c).cast(pl.Float64, strict=False) * 1e9 for c in ("start_ts", "duration")]
     return _checked(
         path,
@@ -165,7 +168,7 @@ def _of_json(path: Path) -> tuple[pl.DataFrame, list[tuple[str, int, str]], int]
             odd += 1
     try:
         table = pl.DataFrame(rows, schema=list(_COLUMNS), orient="row", infer_schema_length=None)
-    except (pl.exceptions.PolarsError, OverflowError) as error:  # also of numbers beyond 128 bits
+    except (pl.exceptions.PolarsError, OverflowError, UnicodeEncodeError) as error:  # beyond 128 bits, half a character
         raise TraceError(f"{path} is no timeline: its fields are of changing types ({error}).") from error
     records, notes, _ = _checked(path, table)
     if odd:
@@ -177,10 +180,7 @@ def _of_json(path: Path) -> tuple[pl.DataFrame, list[tuple[str, int, str]], int]
 
 def _checked(path: Path, table: pl.DataFrame) -> tuple[pl.DataFrame, list[tuple[str, int, str]], int]:
     """Rows of `_COLUMNS`; those without a rank, step or possible time are dropped and counted."""
-    if odd := [f"{c} is {table[c].dtype}" for c in _COLUMNS if not _is_plain(table[c].dtype)]:
-        raise TraceError(
-            f"{path} is no timeline: its {', '.join(odd)}, where it has numbers and names. Export it again."
-        )
+    _refuse_others(path, {c: table[c].dtype for c in _COLUMNS})
     cast = table.select(pl.col(c).cast(dtype, strict=False) for c, dtype in _COLUMNS.items())
     sound = pl.all_horizontal(pl.col("rank", "replica", "stage", "step", "start_ns", "order").is_not_null())
     possible = sound & pl.col("dur_ns").is_between(0, 2**62) & pl.col("start_ns").is_between(-(2**62), 2**62)
@@ -192,8 +192,12 @@ def _checked(path: Path, table: pl.DataFrame) -> tuple[pl.DataFrame, list[tuple[
     return kept, [("unreadable", lost, reason)] if lost else [], len(table)
 
 
-def _is_plain(dtype: pl.DataType) -> bool:
-    return dtype.is_numeric() or dtype in (pl.String, pl.Boolean, pl.Null)
+def _refuse_others(path: Path, dtypes: dict[str, pl.DataType]) -> None:
+    plain = {c: dtype.is_numeric() or dtype in (pl.String, pl.Boolean, pl.Null) for c, dtype in dtypes.items()}
+    if odd := [f"{c} is {dtypes[c]}" for c, is_plain in plain.items() if not is_plain]:
+        raise TraceError(
+            f"{path} is no timeline: its {', '.join(odd)}, where it has numbers and names. Export it again."
+        )
 
 
 def _sizes(meta: Path) -> dict[str, int]:
