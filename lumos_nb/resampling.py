@@ -165,10 +165,8 @@ def step_interval(
     ----------
     run
         A run of which some ranks have a trace, not yet filled.
-    step
-        As in `build_graph`.
-    replicas
-        As in `fill_ranks`.
+    step, replicas
+        As in `build_graph` and in `fill_ranks`.
     level
         The share of steps that the interval is to hold, between 0 and 1.
     draws
@@ -212,8 +210,8 @@ def step_interval(
     row = {"step": step, "step_ns": measured_ns} | dict(zip(("low_ns", "median_ns", "high_ns"), interval, strict=True))
     counts = {"ranks_measured": len(layout.traced), "ranks_filled": len(filled.filled)}
     row |= {"level": level, **counts, "ranks_absent": len(layout.kin) - sum(counts.values())}
-    comm = filled.ops.filter((pl.col("step") == step) & (pl.col("kind") == "comm"))
-    estimated = comm.filter(lacks_ranks(traced.world_size, filled.filled)).height
+    is_estimated = (pl.col("step") == step) & (pl.col("kind") == "comm") & lacks_ranks(traced.world_size, filled.filled)
+    estimated = filled.ops.filter(is_estimated).height
     return pl.DataFrame(row | {"transfers_estimated": estimated}, schema_overrides=dict.fromkeys(_INTERVAL, pl.Int64))
 
 
