@@ -190,12 +190,12 @@ def names_of(sheet: Sheet) -> tuple[str, ...]:
 
 def _found(name: str, sheets: Iterable[AnySheet]) -> AnySheet:
     require_kinds(name=(name, str))
-    known = list(sheets)
+    known, plain = list(sheets), _plain(name)
     for sheet in known:
-        if any(same_name(name, other) for other in names_of(sheet)):
+        if plain in map(_plain, names_of(sheet)):
             return sheet
     there = ", ".join(s.name for s in known)
-    raise InputError(f"no data sheet is called {name!r}; there are: {there}. Make your own: Gpu or Fabric.")
+    raise InputError(f"no data sheet is called {name!r:.60}; there are: {there}. Make your own: Gpu or Fabric.")
 
 
 def _plain(name: str) -> str:

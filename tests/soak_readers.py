@@ -316,7 +316,7 @@ FAULTY: dict[str, tuple[Reader, str]] = {
     "dies": (_faulty(lambda _: os.kill(os.getpid(), signal.SIGSEGV)), "the process died: -11"),
     "hangs": (_faulty(lambda _: [None for _ in iter(int, 1)]), "had not ended after"),
     "waits": (_faulty(lambda _: time.sleep(1000)), "had not ended after"),
-    "takes memory": (_faulty(lambda _: len(b"x" * (300 << 20))), "MiB"),
+    "takes memory": (_faulty(lambda _: len(b"x" * (500 << 20))), "MiB"),
     "leaves a file": (_faulty(lambda path: path.with_name(".part-1").write_bytes(b"")), "left behind: ['.part-1']"),
 }
 """Name -> reader that fails, for a test of the soak itself; and what is said of it."""

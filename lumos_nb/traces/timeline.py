@@ -168,7 +168,7 @@ def _of_json(path: Path) -> tuple[pl.DataFrame, list[tuple[str, int, str]], int]
             odd += 1
     try:
         table = pl.DataFrame(rows, schema=list(_COLUMNS), orient="row", infer_schema_length=None)
-    except (pl.exceptions.PolarsError, OverflowError, UnicodeEncodeError) as error:  # beyond 128 bits, half a character
+    except (pl.exceptions.PolarsError, OverflowError, TypeError, UnicodeEncodeError) as error:  # or half a character
         raise TraceError(f"{path} is no timeline: its fields are of changing types ({error}).") from error
     records, notes, _ = _checked(path, table)
     if odd:

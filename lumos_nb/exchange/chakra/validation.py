@@ -86,6 +86,11 @@ def _found(nodes: pl.DataFrame, rule: str, message: pl.Expr | str) -> pl.DataFra
     return nodes.select("file", node="id", rule=pl.lit(rule), message=text.cast(pl.String))
 
 
+def _places(job: Job) -> pl.DataFrame:
+    """Where nodes stand, to be joined: all else of a node may be large, and a join has it once a match."""
+    return job.nodes.select("row", "file", "id")
+
+
 def _of_file(job: Job, rank: int, rule: str, message: str) -> pl.DataFrame:
     return pl.DataFrame([(job.files[rank], None, rule, message)], schema=FINDINGS, orient="row")
 
@@ -101,7 +106,7 @@ def _types(job: Job) -> Iterator[pl.DataFrame]:
 
 
 def _dependencies(job: Job) -> Iterator[pl.DataFrame]:
-    dangling = job.edges.filter(pl.col("src").is_null()).join(job.nodes, left_on="dst", right_on="row")
+    dangling = job.edges.filter(pl.col("src").is_null()).join(_places(job), left_on="dst", right_on="row")
     yield _found(dangling, "dependency", pl.format("it depends on node {}, which is not in the file", "needs"))
     for rows in cycles(len(job.nodes), *job.known_edges):
         nodes = job.nodes[np.sort(rows)]
@@ -148,7 +153,7 @@ def _attributes(job: Job) -> Iterator[pl.DataFrame]:
         job.nodes.filter(pl.col("row").is_in(broken)), "attribute", "an attribute has no name, or cannot be read"
     )
     named = pl.DataFrame(rows, schema={"row": job.nodes.schema["row"], "attribute": pl.String}, orient="row")
-    kinds = named.with_columns(kind=pl.col("attribute").replace(ATTRIBUTES)).join(job.nodes, on="row")
+    kinds = named.with_columns(kind=pl.col("attribute").replace(ATTRIBUTES)).join(_places(job), on="row")
     text = pl.format("attribute {} is there twice, out of range, or not of type {}", "attribute", "kind")
     yield _found(kinds, "attribute", text)
     comm = job.nodes.filter(pl.col("type").is_in(["COMM_COLL_NODE", *MESSAGE_TYPES]))
