@@ -21,7 +21,7 @@ from lumos_nb._job_files import EDGES_TO_RANK, Files, write_rank
 from lumos_nb._replay_kernels import last_ops
 from lumos_nb._replay_plan import rows_of_ends
 from lumos_nb.critical_path import composition_of, path_of, slack_of, step_bounds
-from lumos_nb.display import format_ns, html_table, text_table
+from lumos_nb.display import Shown, format_ns
 from lumos_nb.errors import GraphError
 from lumos_nb.executors import spread
 from lumos_nb.graph import Graph
@@ -32,8 +32,8 @@ _ON_PATH = {c: OPS.columns[c] for c in ("op_id", "rank", "lane", "kind", "name",
 _TAKEN = {c: EDGES.columns[c] for c in ("rule", "evidence", "lag_ns")}
 
 
-@dataclass(frozen=True)
-class Job:
+@dataclass(frozen=True, repr=False)
+class Job(Shown):
     """A graph of many ranks in a folder.
 
     Attributes
@@ -44,11 +44,8 @@ class Job:
 
     files: Files
 
-    def __repr__(self) -> str:
-        return text_table(self.ranks, caption=self._caption())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.ranks, caption=self._caption())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._caption(), self.ranks)]
 
     def _caption(self) -> str:
         ops, edges = self.ranks["ops"].sum(), self.ranks["edges"].sum()
@@ -112,8 +109,8 @@ class Job:
         )
 
 
-@dataclass(frozen=True)
-class ReplayedJob:
+@dataclass(frozen=True, repr=False)
+class ReplayedJob(Shown):
     """A replayed job: the attributes of `Result`, but ops by rank.
 
     Attributes
@@ -133,11 +130,8 @@ class ReplayedJob:
     composition: pl.DataFrame
     composition_from_origin: pl.DataFrame
 
-    def __repr__(self) -> str:
-        return text_table(self.composition, caption=self._caption())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.composition, caption=self._caption())
+    def _shown(self) -> list[tuple[str, pl.DataFrame]]:
+        return [(self._caption(), self.composition)]
 
     def _caption(self) -> str:
         on = f"{len(self.job.ranks):,} ranks"
