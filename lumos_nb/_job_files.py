@@ -50,7 +50,7 @@ class Files:
 
     def table(self, what: str, rank: int, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """The "ops" of a rank, or the "edges" that lead to them."""
-        if rank not in self.ranks["rank"]:
+        if not hasattr(rank, "__index__") or rank not in self.ranks["rank"]:
             raise InputError(f"the job has no rank {rank!r}; it has {len(self.ranks)}, see .ranks.")
         path = _path(self.folder, what, rank)
         try:
@@ -91,6 +91,8 @@ class Files:
                 groups = pl.read_parquet(kept / "groups.parquet")
         except (OSError, pl.exceptions.PolarsError) as error:
             raise RunError(f"{kept} cannot be read ({error}): delete it, and replay the job again.") from error
+        if {*groups.columns} != {"rank", "step"} or not len(groups) == len(groups.drop_nulls()) > arrays["group"].max():
+            raise RunError(f"{kept / 'groups.parquet'} is not of this plan: delete {kept}, and replay the job again.")
         return Plan(groups=groups, **arrays)
 
     def _planned(self) -> Plan:

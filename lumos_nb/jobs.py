@@ -22,7 +22,7 @@ from lumos_nb._replay_kernels import last_ops
 from lumos_nb._replay_plan import rows_of_ends
 from lumos_nb.critical_path import composition_of, path_of, slack_of, step_bounds
 from lumos_nb.display import Shown, format_ns
-from lumos_nb.errors import GraphError
+from lumos_nb.errors import GraphError, RunError, named
 from lumos_nb.executors import spread
 from lumos_nb.graph import Graph
 from lumos_nb.partition import breakdown_of
@@ -219,7 +219,7 @@ def open_job(folder: str | Path) -> Job:
     >>> written = save_job(graph, "job")
     >>> open_job("job").replay().breakdown()
     """
-    return Job(_job_files.found(Path(folder)))
+    return Job(_job_files.found(named(folder, RunError)))
 
 
 def save_job(graph: Graph, folder: str | Path) -> Job:
@@ -246,8 +246,11 @@ def save_job(graph: Graph, folder: str | Path) -> Job:
     ops, edges = OPS.check(graph.ops), EDGES.check(graph.edges)
     if ops["rank"].has_nulls():
         raise GraphError(f"row {ops['rank'].is_null().arg_max()} of the ops has no rank; a job has its ops by rank.")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = named(folder, RunError)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be made: {error.strerror}. Give a folder that is there or can be.") from error
     src, dst = rows_of_ends(ops, edges)
     edges = edges.with_columns(src_rank=ops["rank"].gather(src), dst_rank=ops["rank"].gather(dst))
     return finish_job(

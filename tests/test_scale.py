@@ -282,3 +282,19 @@ def test_jitter_is_as_stated(gpt3, job):
     assert np.mean([np.std(np.log(rank / base[long])) for rank in ranks]) == pytest.approx(
         made_up_job.OP_JITTER, rel=0.1
     )
+
+
+def test_names_and_plans_that_are_none_of_a_job_are_errors(tmp_path):
+    graph = ln.build_graph(ln.load_run(ln.datasets.path("gpt-ddp")), step=3)
+    (tmp_path / "file").write_text("")
+    for name in ("\0", "file", "file/under"):
+        with pytest.raises((RunError, InputError)):
+            ln.save_job(graph, name if name == "\0" else tmp_path / name)
+    with pytest.raises((RunError, InputError)):
+        ln.open_job(None)
+    job = ln.save_job(graph, tmp_path / "job")
+    job.replay()
+    kept = tmp_path / "job" / "plan" / "groups.parquet"
+    pl.read_parquet(kept)[:0].write_parquet(kept)
+    with pytest.raises((RunError, InputError), match="is not of this plan"):
+        ln.open_job(tmp_path / "job").replay()
