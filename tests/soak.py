@@ -1,8 +1,9 @@
 """Damaged files before every reader: a result or one of our own errors, in bounded time and memory, and nothing left.
 
-`make soak` puts 100,000 files before each reader of `tests.soak_readers`, goes on where it was ended if no source has
-changed since, and writes what came of them to `benchmarks/results.json`. `python -m tests.soak --reader "Kineto JSON"
---inputs 2000` puts some before one; `--show 1234` writes a file to standard output and says what comes of it.
+`make soak` puts 100,000 files before each reader of `tests.soak_readers`, goes on where it was ended with the readers
+whose modules have not changed since, and writes what came of them to `benchmarks/results.json`. `python -m tests.soak
+--reader "Kineto JSON" --inputs 2000` puts some before one; `--show 1234` writes a file to standard output and says what
+comes of it.
 
 File i of a reader is always the same for one `--seed`. Files are read in processes of their own (`serve`), which are
 watched: one that dies, or takes longer than `MOST_S` for a file, is ended, the file named, and the others go on.
@@ -292,31 +293,49 @@ def merged(parts: list[Counts]) -> Counts:
     return together | {what: max((p.get(what, 0.0) for p in parts), default=0.0) for what in ("slowest_s", "peak_mib")}
 
 
-def _sources() -> str:
-    """A hash of the package and of what damages files."""
+@cache
+def _imports() -> Any:
+    import grimp
+
+    return grimp.build_graph("lumos_nb")
+
+
+def modules(name: str) -> set[Path]:
+    """Files of the modules that a reader runs, and of all that these import."""
+    called = {f"lumos_nb.{module}" for module in _reader(name).runs.split()}
+    found = called.union(*map(_imports().find_upstream_modules, called))
+    paths = [ROOT / module.replace(".", "/") for module in found]
+    packages = {
+        parent / "__init__.py" for path in paths for parent in path.parents if ROOT / "lumos_nb" in parent.parents
+    }
+    return packages | {path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in paths}
+
+
+def _sources(name: str) -> str:
+    """A hash of what a reader runs, and of what damages files."""
     digest = blake2b(digest_size=4)
     tests = [Path(__file__), *Path(__file__).parent.glob("soak_*.py"), Path(__file__).with_name("mutations.py")]
-    for file in sorted([*(ROOT / "lumos_nb").rglob("*.py"), *tests]):
+    for file in [*sorted(modules(name)), *sorted(tests)]:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
 class Tally:
-    """Counts by reader, kept on disk a chunk at a time, so that what was ended goes on while no source changes."""
+    """Counts by reader, kept on disk a chunk at a time, so that what was ended goes on while its modules stay."""
 
     def __init__(self, names: list[str], seed: int, inputs: int) -> None:
-        from tests.soak_readers import READERS
-
-        self.file, self.seed, self.lock = KEPT / f"{_sources()}-{seed}.json", seed, threading.Lock()
+        self.file, self.seed, self.lock = KEPT / f"{seed}.json", seed, threading.Lock()
         KEPT.mkdir(parents=True, exist_ok=True)
-        kept = json.loads(self.file.read_text()) if self.file.exists() else {}
-        self.chunks: dict[str, dict[str, Counts]] = {name: kept.get(name, {}) for name in {*kept, *READERS}}
+        self.kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.tasks: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
         for name in names:
-            most = max(1, inputs // READERS[name].every)
+            sources = _sources(name)
+            if self.kept.get(name, {}).get("sources") != sources:
+                self.kept[name] = {"sources": sources, "chunks": {}}
+            most = max(1, inputs // _reader(name).every)
             for begin in range(0, most, CHUNK):
                 end = min(begin + CHUNK, most)
-                if self.chunks[name].get(str(begin), {}).get("inputs") != end - begin:
+                if self.kept[name]["chunks"].get(str(begin), {}).get("inputs") != end - begin:
                     self.tasks.put((name, begin, end))
 
     def work(self) -> None:
@@ -329,9 +348,9 @@ class Tally:
                 break
             counts = process.counts(name, self.seed, begin, end)
             with self.lock:
-                self.chunks[name][str(begin)] = counts
+                self.kept[name]["chunks"][str(begin)] = counts
                 part = self.file.with_suffix(".part")
-                part.write_text(json.dumps(self.chunks))
+                part.write_text(json.dumps(self.kept))
                 part.replace(self.file)
                 for which, why in counts["which"]:
                     say(f"{name}: {which}: {why}")
@@ -339,7 +358,7 @@ class Tally:
 
     def counts(self, name: str) -> Counts:
         """Of a reader."""
-        return merged(list(self.chunks[name].values()))
+        return merged(list(self.kept[name]["chunks"].values()))
 
 
 def say(*texts: str) -> None:

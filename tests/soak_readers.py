@@ -67,6 +67,8 @@ class Reader:
         One in so many inputs is put before it: of what takes long, and of what only uses what another has read.
     named
         Whether an error must name the file.
+    runs
+        Modules of the package that it calls: `make soak` begins anew when they, or what they import, change.
     """
 
     read: Callable[[Path], object]
@@ -75,6 +77,7 @@ class Reader:
     mutate: Mutation
     every: int = 1
     named: bool = True
+    runs: str = "traces.run"
 
 
 def _said(run: Run) -> tuple[str, ...]:
@@ -242,56 +245,105 @@ READERS: dict[str, Reader] = {
     "Kineto JSON": Reader(_run, seeds.kineto, "rank-0.json", JSON),
     "Kineto JSON, gzip": Reader(_run, lambda: seeds.packed(seeds.kineto()), "rank-0.json.gz", packed(JSON)),
     "Chrome list of events": Reader(_run, seeds.lists, "rank-0.json", JSON),
-    "Nsight Systems SQLite": Reader(_run, seeds.sqlite, "report.sqlite", of_sqlite),
-    "rocprofiler JSON": Reader(_run, seeds.rocprofiler, "5_results.json", JSON),
-    "timeline, Parquet": Reader(_run, seeds.timeline_tables, "trace-a.parquet", of_parquet),
-    "timeline, JSON": Reader(_run, seeds.timeline_lists, "timeline-a.json", JSON),
-    "pipeline schedule": Reader(_run, seeds.schedules, "pp_rank_0.json", JSON),
+    "Nsight Systems SQLite": Reader(_run, seeds.sqlite, "report.sqlite", of_sqlite, runs="traces.run traces.nsys"),
+    "rocprofiler JSON": Reader(_run, seeds.rocprofiler, "5_results.json", JSON, runs="traces.run traces.rocprofiler"),
+    "timeline, Parquet": Reader(
+        _run, seeds.timeline_tables, "trace-a.parquet", of_parquet, runs="traces.run traces.timeline"
+    ),
+    "timeline, JSON": Reader(_run, seeds.timeline_lists, "timeline-a.json", JSON, runs="traces.run traces.timeline"),
+    "pipeline schedule": Reader(_run, seeds.schedules, "pp_rank_0.json", JSON, runs="traces.run traces.schedule"),
     "tar of a run": Reader(_run, seeds.archives, "run.tar", of_tar(JSON)),
     "tar.gz of a run": Reader(_run, lambda: seeds.packed(seeds.archives()), "run.tar.gz", of_tar(JSON)),
     "folder of two ranks": Reader(_folder, seeds.two_ranks, "", JSON, named=False),
     "trace kept in the cache": Reader(_cached_run, seeds.kineto, "rank-0.json", JSON, every=4),
     "cached parse": Reader(_entry, _entry_seeds, "entry.parquet", of_parquet),
-    "graph of a trace": Reader(_graph, seeds.steps, "rank-0.json", JSON, every=50, named=False),
+    "graph of a trace": Reader(_graph, seeds.steps, "rank-0.json", JSON, every=50, named=False, runs="graph"),
     "execution trace": Reader(
-        lambda path: load_execution_trace(path).notes.height, seeds.execution_traces, "et.json", JSON
+        lambda path: load_execution_trace(path).notes.height,
+        seeds.execution_traces,
+        "et.json",
+        JSON,
+        runs="traces.execution_trace",
     ),
-    "Chakra protobuf": Reader(_read, seeds.messages, "a.0.et", either(of_bytes, of_messages)),
-    "Chakra JSON": Reader(_read, lambda: seeds.chakra_texts(".json"), "a.0.json", JSON),
-    "Chakra JSON lines": Reader(_read, lambda: seeds.chakra_texts(".jsonl"), "a.0.jsonl", JSON),
-    "Chakra groups": Reader(_groups, lambda: {"made": b'{"0": [0, 1], "1": [2, 3]}'}, "a.groups.json", JSON),
-    "Chakra, checked": Reader(_validated, seeds.messages, "a.0.et", of_messages, every=20, named=False),
-    "Chakra to a graph": Reader(_chakra_graph, seeds.whole_messages, "a.0.et", of_messages, every=20, named=False),
-    "calibration": Reader(_silent(load_calibration), seeds.calibrations, "mine.json", JSON),
+    "Chakra protobuf": Reader(
+        _read, seeds.messages, "a.0.et", either(of_bytes, of_messages), runs="exchange.chakra.files"
+    ),
+    "Chakra JSON": Reader(_read, lambda: seeds.chakra_texts(".json"), "a.0.json", JSON, runs="exchange.chakra.files"),
+    "Chakra JSON lines": Reader(
+        _read, lambda: seeds.chakra_texts(".jsonl"), "a.0.jsonl", JSON, runs="exchange.chakra.files"
+    ),
+    "Chakra groups": Reader(
+        _groups, lambda: {"made": b'{"0": [0, 1], "1": [2, 3]}'}, "a.groups.json", JSON, runs="exchange.chakra.files"
+    ),
+    "Chakra, checked": Reader(
+        _validated, seeds.messages, "a.0.et", of_messages, every=20, named=False, runs="exchange.chakra"
+    ),
+    "Chakra to a graph": Reader(
+        _chakra_graph, seeds.whole_messages, "a.0.et", of_messages, every=20, named=False, runs="exchange.chakra"
+    ),
+    "calibration": Reader(_silent(load_calibration), seeds.calibrations, "mine.json", JSON, runs="costs.calibration"),
     "data sheet of a GPU": Reader(
-        _silent(lambda path: read_sheet(path, Gpu)), lambda: seeds.sheets("gpus"), "gpu.json", JSON
+        _silent(lambda path: read_sheet(path, Gpu)), lambda: seeds.sheets("gpus"), "gpu.json", JSON, runs="config"
     ),
     "data sheet of a fabric": Reader(
-        _silent(lambda path: read_sheet(path, Fabric)), lambda: seeds.sheets("fabrics"), "fabric.json", JSON
+        _silent(lambda path: read_sheet(path, Fabric)),
+        lambda: seeds.sheets("fabrics"),
+        "fabric.json",
+        JSON,
+        runs="config",
     ),
-    "model of lookups": Reader(_silent(PhysicalLookup.load), seeds.lookups, "lookup.json", JSON),
-    "network of lookups": Reader(_silent(LookupNet.load), seeds.networks, "net.npz", of_npz),
+    "model of lookups": Reader(
+        _silent(PhysicalLookup.load), seeds.lookups, "lookup.json", JSON, runs="costs.embeddings"
+    ),
+    "network of lookups": Reader(
+        _silent(LookupNet.load), seeds.networks, "net.npz", of_npz, runs="costs.embedding_net"
+    ),
     "costs of plans": Reader(
-        _silent(lambda path: load_costs(path.parent)), seeds.plan_costs, "", _of_npz_or_json, named=False
+        _silent(lambda path: load_costs(path.parent)),
+        seeds.plan_costs,
+        "",
+        _of_npz_or_json,
+        named=False,
+        runs="workloads.dlrm.pretraining",
     ),
-    "saved prediction": Reader(_silent(load_prediction), lambda: {"made": seeds.predictions()[0]}, "p.json", JSON),
-    "ledger": Reader(_silent(read_ledger), lambda: {"made": seeds.predictions()[1]}, "ledger.jsonl", JSON),
+    "saved prediction": Reader(
+        _silent(load_prediction), lambda: {"made": seeds.predictions()[0]}, "p.json", JSON, runs="ledger"
+    ),
+    "ledger": Reader(
+        _silent(read_ledger), lambda: {"made": seeds.predictions()[1]}, "ledger.jsonl", JSON, runs="ledger"
+    ),
     "specification": Reader(
-        _silent(lambda path: _spec(Transformer, [str(path)])), seeds.specifications, "model.json", JSON
+        _silent(lambda path: _spec(Transformer, [str(path)])),
+        seeds.specifications,
+        "model.json",
+        JSON,
+        runs="generate_cli",
     ),
     "specification of a cluster": Reader(
-        _silent(lambda path: _spec(layout.Cluster, [str(path)])), seeds.clusters, "cluster.json", JSON
+        _silent(lambda path: _spec(layout.Cluster, [str(path)])),
+        seeds.clusters,
+        "cluster.json",
+        JSON,
+        runs="generate_cli",
     ),
-    "embedding tables, CSV": Reader(_tables, seeds.tables_csv, "tables.csv", of_csv, named=False),
-    "embedding tables, Parquet": Reader(_tables, seeds.tables_parquet, "tables.parquet", of_parquet, named=False),
-    "published row": Reader(_row, seeds.published_rows, "row.json", of_json, named=False),
+    "embedding tables, CSV": Reader(_tables, seeds.tables_csv, "tables.csv", of_csv, named=False, runs="generate_cli"),
+    "embedding tables, Parquet": Reader(
+        _tables, seeds.tables_parquet, "tables.parquet", of_parquet, named=False, runs="generate_cli"
+    ),
+    "published row": Reader(
+        _row, seeds.published_rows, "row.json", of_json, named=False, runs="workloads.llm.table_rows"
+    ),
     "times of steps": Reader(
-        _steps, lambda: {"made": b"step,wall_ns,cpu_ns\n1,1000,900\n2,1100,950\n"}, "steps.csv", of_csv
+        _steps,
+        lambda: {"made": b"step,wall_ns,cpu_ns\n1,1000,900\n2,1100,950\n"},
+        "steps.csv",
+        of_csv,
+        runs="exchange.benchmark.similarity",
     ),
-    "capture.json": Reader(_capture, seeds.captures, "capture.json", JSON),
-    "saved job": Reader(_job, seeds.job, "", of_parquet, named=False),
-    "benchmark program": Reader(_program, seeds.programs, "workload.json", JSON),
-}  # fmt: skip
+    "capture.json": Reader(_capture, seeds.captures, "capture.json", JSON, runs="exchange.benchmark.tables"),
+    "saved job": Reader(_job, seeds.job, "", of_parquet, named=False, runs="_job_files"),
+    "benchmark program": Reader(_program, seeds.programs, "workload.json", JSON, runs="exchange.benchmark.binding"),
+}
 """Name -> reader."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 from lumos_nb.errors import LumosError
 from lumos_nb.schema import panics_told
 from tests.mutations import tar_of
-from tests.soak import BY_HAND, MOST_WALL_S, SEED, Process, damaged
+from tests.soak import BY_HAND, MOST_WALL_S, ROOT, SEED, Process, damaged, modules
 from tests.soak_extremes import extremes
 from tests.soak_readers import FAULTY, READERS
 
@@ -106,6 +107,23 @@ def test_what_was_found_once_is_an_error_that_names_the_file(
 def test_a_panic_over_parquet_is_an_error_of_polars() -> None:
     with pytest.raises(pl.exceptions.ComputeError, match="gave up on it: it is odd"), panics_told():
         raise pl.exceptions.PanicException("it is odd")
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_runs_the_modules_on_which_its_counts_depend(tmp_path: Path, name: str) -> None:
+    reader, ran = READERS[name], set[str]()
+    for file, data in reader.seeds().items():
+        path = tmp_path / (reader.file or file)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    sys.setprofile(lambda frame, *_: ran.add(frame.f_code.co_filename))
+    try:
+        reader.read(path)
+    finally:
+        sys.setprofile(None)
+    own = {Path(file) for file in ran if file.startswith(str(ROOT / "lumos_nb"))}
+    assert own
+    assert own <= modules(name)
 
 
 @pytest.fixture(scope="module")
