@@ -129,7 +129,9 @@ def _mutated_tree(tree: Any, noise: Random) -> Any:
     elif how == 2:
         holder[key], other[also] = other[also], _copy(holder[key])
     elif how == 3 and isinstance(holder, list):
-        holder[key:key] = [holder[key]] * (noise.choice([1, 2, 40]) if len(json.dumps(holder[key])) < 1000 else 1)
+        text = json.dumps(holder[key])
+        times = noise.choice([1, 2, 40]) if len(text) < 1000 else 1
+        holder[key:key] = [json.loads(text) for _ in range(times)]  # shared values could come to hold themselves
     elif how == 4 and isinstance(holder, dict):
         name = also if isinstance(also, str) else noise.choice(["", "\0", "id", key.upper()])
         holder[name] = holder.pop(key)
