@@ -196,6 +196,8 @@ WRONG = [
     pytest.param(lambda n: n[1]["inputs"].update(values={}), "node 5: its input value are no list", id="no list"),
     pytest.param(lambda n: n[1]["outputs"]["values"][0].pop(), "node 5: output 0 should be a tensor", id="5 fields"),
     pytest.param(lambda n: n[1]["outputs"].update(shapes=["x"]), "node 5: its tensor's shape", id="shape is text"),
+    pytest.param(lambda n: (n[1]["outputs"].update(strides=[]), n[5]["inputs"].update(strides=[[[4], 1]])),
+                 r"node 8: its tensor's strides \[\[4\],1\] cannot", id="strides of lists, after none"),
     pytest.param(lambda n: n[1]["inputs"]["values"][0].pop(), "node 5: input 0, .* other shapes", id="short list"),
     pytest.param(lambda n: n[1]["attrs"].append({"name": 3}), "node 5: .*is no attribute", id="attribute"),
     pytest.param(lambda n: n[1]["attrs"].append(n[1]["attrs"][0]), "node 5 has two attributes rf_id", id="two rf_id"),
@@ -204,7 +206,7 @@ WRONG = [
     pytest.param(lambda n: n[4]["inputs"]["values"].__setitem__(0, "{"), "node 7: .*process groups", id="groups"),
     pytest.param(lambda n: n.__setitem__(3, 17), "node 3 of its list", id="a number for a node"),
     pytest.param(lambda n: n.clear(), "list of nodes is empty", id="no nodes"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)

@@ -92,7 +92,7 @@ def _decoded(texts: pl.Series, kind: Any, dtype: pl.DataType, ids: pl.Series, wh
         values = msgspec.json.decode(f"[{','.join(known)}]", type=list[kind])
         meaning = pl.DataFrame({"text": known, "value": pl.Series(values, dtype=dtype)})
     except (*UNDECODABLE, OverflowError, TypeError):
-        for node_id, text in zip(ids, texts, strict=True):
+        for node_id, text in pl.DataFrame([ids, texts]).drop_nulls().iter_rows():
             try:
                 pl.Series([msgspec.json.decode(text, type=kind)], dtype=dtype)
             except (*UNDECODABLE, OverflowError, TypeError) as error:
