@@ -40,15 +40,20 @@ def align_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     ops, shifts = shift_device_clocks(ops)
     ops = match_collectives(ops)
     ops, offsets = align_ranks(ops)
-    nobody = ops.filter(pl.col("collective").is_in(MESSAGES) & pl.col("match").is_null())
-    detail = (
-        "messages that name neither number nor peer, in a group of more than two ranks: their waiting is an estimate"
-    )
-    reports = [shifts, offsets, counted("messages unmatched", nobody.with_columns(time_ns="dur_ns"), detail)]
+    reports = [shifts, offsets, unmatched(ops)]
     if ops["rank"].n_unique() > 1:
         ops, hidden = find_hidden_collectives(ops)
         reports.append(hidden)
     return ops, pl.concat(reports)
+
+
+def unmatched(ops: pl.DataFrame) -> pl.DataFrame:
+    """Report the messages of which nothing says which belong together."""
+    nobody = ops.filter(pl.col("collective").is_in(MESSAGES) & pl.col("match").is_null())
+    detail = (
+        "messages that name neither number nor peer, in a group of more than two ranks: their waiting is an estimate"
+    )
+    return counted("messages unmatched", nobody.with_columns(time_ns="dur_ns"), detail)
 
 
 def shift_device_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -171,22 +176,28 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     Clocks stay as they are where shifts would let many collectives end before their last rank had arrived
     (`CONTRADICTED`): then it is not its clock by which a rank ends later than the others.
     """
-    ends = ops.filter(pl.col("match").is_not_null()).select(
-        "match", "rank", "step", "collective", end_ns=pl.col("start_ns") + pl.col("dur_ns")
+    offsets, report = rank_offsets(ops, ops["rank"].unique())
+    return corrected(ops, offsets), report
+
+
+def rank_offsets(ops: pl.DataFrame, ranks: pl.Series) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """What `corrected` takes off the clocks of these ranks, from their communication ops; and the report."""
+    matched = ops.filter(pl.col("match").is_not_null()).select(
+        "match", "rank", "step", "collective", "launch_ns", "start_ns", "dur_ns"
     )
-    first = pl.lit((ends if ends.height else ops)["rank"].min(), pl.Int32)
+    ends = matched.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns")).drop("launch_ns", "start_ns", "dur_ns")
+    first = pl.lit(ends["rank"].min() if ends.height else ranks.min(), pl.Int32)
     origin_ns = pl.lit(ends["end_ns"].min(), pl.Int64)
     zero = pl.lit(0, pl.Int64)
     offsets = pl.select(rank=first, offset=zero, drift=pl.lit(0.0), residual=zero, count=zero)
     pools = (ends.filter(pl.col("collective").is_in(SYMMETRIC)), ends)
     while found := [rows for pool in pools if (rows := _offsets(pool, offsets, origin_ns)).height]:
         offsets = pl.concat([offsets, found[0]])
-    offsets = offsets.filter(pl.col("rank") != first).sort("rank")
-    shifted = _corrected(ops, offsets, origin_ns)
-    if (worse := _contradicted(shifted)) > max(CONTRADICTED, _contradicted(ops)):
+    offsets = offsets.filter(pl.col("rank") != first).sort("rank").with_columns(origin_ns=origin_ns)
+    if (worse := _contradicted(corrected(matched, offsets))) > max(CONTRADICTED, _contradicted(matched)):
         detail = f"shifts by collectives' ends would let {worse:.0%} of them end before their last rank has arrived"
         kept = {"what": "rank clocks kept", "rank": None, "count": offsets.height, "time_ns": 0, "detail": detail}
-        return ops, pl.DataFrame([kept], schema=REPORT, orient="row")
+        return offsets.clear(), pl.DataFrame([kept], schema=REPORT, orient="row")
     report = offsets.select(
         what=pl.lit("rank clock shifted"),
         rank="rank",
@@ -202,7 +213,7 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
             .otherwise(pl.lit("")),
         ),
     )
-    alone = ops.select("rank").unique().filter(pl.col("rank") != first).join(offsets, on="rank", how="anti")
+    alone = ranks.to_frame("rank").filter(pl.col("rank") != first).join(offsets, on="rank", how="anti")
     unknown = alone.sort("rank").select(
         what=pl.lit("rank clock unknown"),
         rank="rank",
@@ -210,7 +221,7 @@ def align_ranks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         time_ns=pl.lit(None, pl.Int64),
         detail=pl.format("no collective ties it to rank {}: its clock is as it was", first),
     )
-    return shifted, pl.concat([report, unknown])
+    return offsets, pl.concat([report, unknown])
 
 
 def _right(at_ns: str, origin_ns: pl.Expr) -> pl.Expr:
@@ -219,14 +230,15 @@ def _right(at_ns: str, origin_ns: pl.Expr) -> pl.Expr:
     return pl.col(at_ns) - pl.col("offset") - drifted
 
 
-def _corrected(ops: pl.DataFrame, offsets: pl.DataFrame, origin_ns: pl.Expr) -> pl.DataFrame:
+def corrected(ops: pl.DataFrame, offsets: pl.DataFrame) -> pl.DataFrame:
     """Ops on the lowest rank's clock; what touches on a lane still does, since ends are corrected like starts."""
     if offsets.is_empty():
         return ops
-    rows = ops.join(offsets.select("rank", "offset", "drift"), on="rank", how="left", maintain_order="left")
-    rows = rows.with_columns(pl.col("offset", "drift").fill_null(0), end_ns=pl.col("start_ns") + pl.col("dur_ns"))
-    rows = rows.with_columns(_right(column, origin_ns) for column in ("start_ns", "end_ns", "launch_ns"))
-    return rows.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns")).drop("offset", "drift", "end_ns")
+    by = ("offset", "drift", "origin_ns")
+    rows = ops.join(offsets.select("rank", *by), on="rank", how="left", maintain_order="left")
+    rows = rows.with_columns(pl.col(by).fill_null(0), end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+    rows = rows.with_columns(_right(c, pl.col("origin_ns")) for c in ("start_ns", "end_ns", "launch_ns"))
+    return rows.with_columns(dur_ns=pl.col("end_ns") - pl.col("start_ns")).drop(*by, "end_ns")
 
 
 def _contradicted(ops: pl.DataFrame) -> float:
