@@ -17,23 +17,106 @@ PLACE = ["name", "phase", "number"]
 """What names a gap in every step and rank: what follows, and the how manieth of its step it is."""
 
 
+WORK = ["kind", "name", "phase"]
+"""What names ops that may hide a collective, but for their number in the step."""
+
+
 def find_hidden_collectives(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Make a collective of each op, and of each gap, that mostly ends together although it starts apart.
 
     Some operators wait for all ranks inside, and no record says so: gradient clipping, a checkpoint's barrier. Such a
     host op or kernel becomes kind "comm" with collective "hidden" and a `match` of its own, so that its wait is not
-    taken for work. Gaps hide collectives of some of the ranks as well: see `_in_gaps`.
+    taken for work. Gaps hide collectives of some of the ranks as well: see `in_gaps`.
     """
-    ops, in_ops = _mark(ops, _in_ops(ops), "ops")
-    ops, in_gaps = _mark(*_in_gaps(ops), "gaps")
+    work = candidates(ops, longest(ops))
+    first = ops["match"].max() or 0
+    hidden = numbered(in_ops(work, hiding(spans(work), ops["rank"].n_unique())), first)
+    late, members = in_gaps(work) if ops["device"].null_count() == ops.height else (work.clear(), NOWHERE)
+    return mark(ops, hidden, late, numbered(members, first + hidden["match"].n_unique()))
+
+
+def longest(ops: pl.DataFrame) -> pl.DataFrame:
+    """`WORK`, `longest_ns`: how long each op or gap that may hide a collective takes at most."""
+    may = pl.col("kind").is_in(["kernel", "cpu", "gap"]) & pl.col("call").is_null()
+    return ops.filter(may).group_by(WORK).agg(longest_ns=pl.col("dur_ns").max())
+
+
+def candidates(ops: pl.DataFrame, longest: pl.DataFrame) -> pl.DataFrame:
+    """The ops and gaps of which one is as long as a wait for a late rank, with their `number` in the step."""
+    least_ns = (1 - HIDDEN_SHARE) * HIDDEN_SPREAD_NS * 0.99  # that of the rank which starts first; clocks may drift
+    long = longest.filter(pl.col("longest_ns") >= least_ns)
+    # The last gap of a step ends where the step does, on all ranks that mark it together.
+    inner = pl.col("step") == pl.col("step").shift(-1).over("rank", "lane")
+    gap = pl.col("kind") == "gap"
+    rows = ops.select("op_id", "rank", "step", *WORK, "call", "start_ns", "dur_ns", inner=inner.fill_null(value=False))
+    rows = rows.filter(pl.col("call").is_null() & (~gap | pl.col("inner"))).drop("call", "inner")
+    rows = rows.join(long.select(WORK), on=WORK, how="semi", nulls_equal=True, maintain_order="left")
+    number = pl.int_range(pl.len()).over("rank", "step", *WORK, order_by="start_ns")
+    return rows.with_columns(number=number, end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+
+
+def spans(work: pl.DataFrame) -> pl.DataFrame:
+    """When the ranks at hand begin and end each op (`candidates`) of each step, first and last."""
+    ends = {f"{way}_{end}": getattr(pl.col(f"{end}_ns"), way)() for end in ("start", "end") for way in ("min", "max")}
+    works = work.filter(pl.col("kind") != "gap")
+    return works.group_by("step", *WORK, "number").agg(pl.col("rank").n_unique().alias("ranks"), **ends)
+
+
+def joined(spans: pl.DataFrame, further: pl.DataFrame) -> pl.DataFrame:
+    """`spans` of some ranks and of others, where all of them have the op."""
+    both = spans.join(further, on=["step", *WORK, "number"], suffix="_too", nulls_equal=True)
+    ends = {
+        f"{way}_{end}": getattr(pl, f"{way}_horizontal")(f"{way}_{end}", f"{way}_{end}_too")
+        for end in ("start", "end")
+        for way in ("min", "max")
+    }
+    return both.select("step", *WORK, "number", pl.col("ranks") + pl.col("ranks_too"), **ends)
+
+
+def hiding(spans: pl.DataFrame, n_ranks: int) -> pl.DataFrame:
+    """`WORK`, `number` of the kernels and host ops that all ranks end together in more than half of the steps."""
+    starts, ends = (pl.col(f"max_{end}") - pl.col(f"min_{end}") for end in ("start", "end"))
+    together = (starts >= HIDDEN_SPREAD_NS) & (ends <= HIDDEN_SHARE * starts)
+    each = spans.filter((pl.col("ranks") == n_ranks) & (n_ranks > 1))
+    sites = each.group_by(*WORK, "number").agg(share=together.mean(), repetitions=pl.len())
+    return sites.filter((pl.col("share") > 0.5) & (pl.col("repetitions") > 1)).select(*WORK, "number")
+
+
+def in_ops(work: pl.DataFrame, hiding: pl.DataFrame) -> pl.DataFrame:
+    """`op_id`, `key` (equal for the rows of one collective) of the ops that hide one."""
+    place = [*WORK, "number"]
+    return work.join(hiding, on=place).select("op_id", key=pl.struct("step", *place))
+
+
+def numbered(found: pl.DataFrame, first: int) -> pl.DataFrame:
+    """`op_id`, `match`: the collectives of all ranks numbered on from `first`."""
+    return found.select("op_id", match=pl.col("key").rank("dense").cast(pl.Int64) + first)
+
+
+NOWHERE = pl.DataFrame(schema={"op_id": pl.Int64, "key": pl.String})
+
+
+def mark(
+    ops: pl.DataFrame, hidden: pl.DataFrame, late: pl.DataFrame, members: pl.DataFrame, *, renumber: bool | None = None
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """`ops` of which `hidden` and `members` (`numbered`) are collectives, gaps of `late` cut; and the report.
+
+    Ops are numbered anew, lane by lane, where gaps are cut: here, or of other ranks (`renumber`).
+    """
+    ops, in_ops = _mark(ops, hidden, "ops")
+    if not late.is_empty() or renumber:
+        ops = _cut(ops, late)
+        # The rows were numbered again: the ids of before stand in `was`.
+        members = ops.select("op_id", "was").join(members, left_on="was", right_on="op_id").select("op_id", "match")
+        ops = ops.drop("was")
+    ops, in_gaps = _mark(ops, members, "gaps")
     return ops, pl.concat([in_ops, in_gaps])
 
 
 def _mark(ops: pl.DataFrame, found: pl.DataFrame, what: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """`ops` in which `found` (`op_id`, `key`: equal for the rows of one collective) are collectives, and the report."""
-    first = ops["match"].max() or 0
-    found = found.with_columns(hidden=pl.col("key").rank("dense").cast(pl.Int64) + first)
-    marked = ops.join(found.select("op_id", "hidden"), on="op_id", how="left", maintain_order="left")
+    """`ops` in which `found` are collectives, and the report."""
+    hidden = found.rename({"match": "hidden"})
+    marked = ops.join(hidden, on="op_id", how="left", maintain_order="left")
     is_hidden = pl.col("hidden").is_not_null()
     marked = marked.with_columns(
         match=pl.coalesce("match", "hidden"),
@@ -53,59 +136,22 @@ def _mark(ops: pl.DataFrame, found: pl.DataFrame, what: str) -> tuple[pl.DataFra
     )
 
 
-def _in_ops(ops: pl.DataFrame) -> pl.DataFrame:
-    """Kernels and host ops that all ranks end together in more than half of the steps."""
-    n_ranks = ops["rank"].n_unique()
-    work = pl.col("kind").is_in(["kernel", "cpu"]) & pl.col("call").is_null()
-    key = ["kind", "name", "phase"]
-    named = ops.filter(work).with_columns(number=pl.int_range(pl.len()).over("rank", "step", *key, order_by="start_ns"))
-    place = [*key, "number"]
-    end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    each = (
-        named.group_by("step", *place)
-        .agg(
-            ranks=pl.col("rank").n_unique(),
-            starts=pl.col("start_ns").max() - pl.col("start_ns").min(),
-            ends=end_ns.max() - end_ns.min(),
-        )
-        .filter((pl.col("ranks") == n_ranks) & (n_ranks > 1))
-    )
-    together = (pl.col("starts") >= HIDDEN_SPREAD_NS) & (pl.col("ends") <= HIDDEN_SHARE * pl.col("starts"))
-    sites = each.group_by(place).agg(share=together.mean(), repetitions=pl.len())
-    hidden = sites.filter((pl.col("share") > 0.5) & (pl.col("repetitions") > 1)).select(place)
-    return named.join(hidden, on=place).select("op_id", key=pl.struct("step", *place))
-
-
-def _in_gaps(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def in_gaps(work: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Gaps in which the same ranks wait for each other in more than half of the steps.
 
     The ranks are told by the data: those that end the gap together. Where they do so long after the last of them began
     it, they waited for another rank, which began its gap just before and goes on to wait for something else: its gap
-    is cut in two there. Returns the ops with such gaps cut, and the rows that are collectives. Beside devices there are
-    none: their ends explain what threads wait for.
+    is cut in two there. Returns the gaps to be cut, and `op_id`, `key` of those that are collectives, of first parts
+    -1 - `op_id`. Beside devices there are none: their ends explain what threads wait for.
     """
-    if ops["device"].is_not_null().any():
-        return ops, pl.DataFrame(schema={"op_id": pl.Int64, "key": pl.String})
-    # The last gap of a step ends where the step does, on all ranks that mark it together.
-    inner = pl.col("step") == pl.col("step").shift(-1).over("rank", "lane")
-    gaps = ops.filter((pl.col("kind") == "gap") & pl.col("call").is_null() & inner).select(
-        "op_id", "rank", "step", "name", "phase", "start_ns", "dur_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns")
-    )
-    gaps = gaps.with_columns(
-        number=pl.int_range(pl.len()).over("rank", "step", "name", "phase", order_by="start_ns"),
-        longest=pl.col("dur_ns").max().over("name", "phase"),
-    ).filter(pl.col("longest") >= HIDDEN_SPREAD_NS)
+    gaps = work.filter(pl.col("kind") == "gap")
+    gaps = gaps.filter(pl.col("dur_ns").max().over("name", "phase") >= HIDDEN_SPREAD_NS)
     groups = _ending_together(gaps)
-    late = _latecomers(gaps, groups)
+    late = _latecomers(gaps, groups).unique("op_id", keep="first", maintain_order=True)
     members = groups.explode("op_ids").select("step", *PLACE, "ranks", op_id="op_ids")
+    first_parts = late.with_columns(op_id=-1 - pl.col("op_id")).select(members.columns)
     key = pl.struct("step", *PLACE, "ranks")
-    if late.is_empty():
-        return ops, members.select("op_id", key=key)
-    ops, cut = _cut(ops, late)
-    members = pl.concat([members, cut.select(members.columns)])
-    # The rows were numbered again: the ids of before stand in `was`.
-    rows = ops.select("op_id", "was").join(members, left_on="was", right_on="op_id")
-    return ops.drop("was"), rows.select("op_id", key=key)
+    return late.select("op_id", "cut_ns"), pl.concat([members, first_parts]).select("op_id", key=key)
 
 
 def _ending_together(gaps: pl.DataFrame) -> pl.DataFrame:
@@ -153,10 +199,9 @@ def _latecomers(gaps: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
     return found.filter(pl.len().over(*PLACE, "ranks", "rank") > 0.5 * pl.col("times"))
 
 
-def _cut(ops: pl.DataFrame, late: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _cut(ops: pl.DataFrame, late: pl.DataFrame) -> pl.DataFrame:
     """`ops`, numbered anew, with each gap of `late` in two at `cut_ns`; `was` is the old id, of first parts < 0."""
-    late = late.unique("op_id", keep="first", maintain_order=True)
-    rows = ops.join(late.select("op_id", "cut_ns"), on="op_id", how="left", maintain_order="left")
+    rows = ops.join(late, on="op_id", how="left", maintain_order="left")
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     rest = rows.with_columns(
         start_ns=pl.coalesce("cut_ns", "start_ns"), dur_ns=end_ns - pl.coalesce("cut_ns", "start_ns"), was="op_id"
@@ -165,5 +210,4 @@ def _cut(ops: pl.DataFrame, late: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFr
         dur_ns=pl.col("cut_ns") - pl.col("start_ns"), was=-1 - pl.col("op_id")
     )
     both = pl.concat([rest, first]).sort("rank", "lane", "start_ns", maintain_order=True).drop("cut_ns")
-    cut = late.with_columns(op_id=-1 - pl.col("op_id"))
-    return both.with_columns(op_id=pl.int_range(pl.len(), dtype=pl.Int64)), cut
+    return both.with_columns(op_id=pl.int_range(pl.len(), dtype=pl.Int64))
