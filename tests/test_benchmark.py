@@ -441,7 +441,7 @@ def test_tensors_that_cannot_be_are_refused_with_the_node(tensor: Any, more: dic
 
 def test_lists_nested_without_end_are_refused(tmp_path: Path):
     path = trace_of(tmp_path, "aten::relu", "aten::relu(Tensor self) -> Tensor", ["DEEP"], ["Tensor(float)"])
-    path.write_text(path.read_text().replace('"DEEP"', "[" * 5000 + "]" * 5000))
+    path.write_text(path.read_text().replace('"DEEP"', "[" * 50_000 + "]" * 50_000))
     with pytest.raises(TraceError):
         benchmark.workload(path)
 

@@ -252,7 +252,7 @@ def test_an_event_that_cannot_be_read_costs_only_itself(tmp_path: Path) -> None:
 
 def test_arguments_that_nest_too_deep_cost_only_their_event(tmp_path: Path) -> None:
     text = text_of([op("a"), op("deep", args={"x": "HERE"}), op("b")])
-    kineto = read(tmp_path, text.replace(b'"HERE"', b"[" * 5000 + b"]" * 5000))
+    kineto = read(tmp_path, text.replace(b'"HERE"', b"[" * 50_000 + b"]" * 50_000))
     assert kineto.events["name"].to_list() == ["a", "b"]
     assert noted(kineto, "unreadable") == 1
 
