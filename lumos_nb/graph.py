@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import polars as pl
 
 from lumos_nb import lanes, measure, repairs, rules
 from lumos_nb.clocks import align_clocks
 from lumos_nb.display import Shown
-from lumos_nb.errors import GraphError
 from lumos_nb.ops import ops_and_report, step_marks
-from lumos_nb.schema import DEVICE_KINDS, EDGES, EVENTS, OPS, require
+from lumos_nb.schema import EDGES, EVENTS, OPS, require
+from lumos_nb.step_times import StepTimes, extents
 from lumos_nb.traces.export import OnAClock
 from lumos_nb.traces.run import Run
 from lumos_nb.waits import find_waits, identify, sync_records
@@ -118,34 +119,23 @@ class Recording(Shown):
         marks = step_marks(EVENTS.check(run.events))
         events, marks, left_out = repairs.one_profile(run.events, marks)
         ops, odd = ops_and_report(events, marks)
-        groups = _groups(run)
-        ops, clocks = align_clocks(_with_group_sizes(ops, groups))
+        groups = groups_of(run.ranks, run.metadata)
+        ops, clocks = align_clocks(with_group_sizes(ops, groups))
         ops, overlaps = lanes.in_turn(ops)
         report = pl.concat([left_out, odd, clocks, overlaps, repairs.unlaunched(ops)])
         steps = tuple(marks["step"].unique().sort().to_list())
-        stated = (run.ranks.height, run.ranks["world_size"].max(), groups["ranks"].explode().n_unique())
-        world_size = max(count for count in stated if isinstance(count, int))
         if not steps:
             report = pl.concat([report, repairs.unmarked()])
+        world_size = world_size_of(run.ranks, groups)
         return cls(identify(ops), sync_records(events), world_size, report, steps or (0,), groups, run=run)
 
-    def _step_defining(self) -> pl.DataFrame:
-        """The ops whose ends make a step's end: device ops, or all where there is no device."""
-        work = self.ops.select("rank", "step", "device", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
-        on_device = work.filter(pl.col("device").is_not_null())
-        return on_device if on_device.height else work
+    def times(self) -> StepTimes:
+        """When each rank worked on each step."""
+        return StepTimes(extents(self.ops), self.steps)
 
     def rank_starts(self, step: int) -> pl.DataFrame:
         """When each rank had done what it did for earlier steps, else its first op: `rank`, `device`, `at_ns`."""
-        work = self._step_defining()
-        earlier = (
-            work.filter(pl.col("step").fill_null(step - 1) < step).group_by("rank").agg(at_ns=pl.col("end_ns").max())
-        )
-        begin_ns = self.ops.filter(pl.col("step") == step)["start_ns"].min()
-        ranks = work.group_by("rank").agg(pl.col("device").min()).sort("rank")
-        return ranks.join(earlier, on="rank", how="left", maintain_order="left").with_columns(
-            pl.col("at_ns").fill_null(pl.lit(begin_ns, pl.Int64))
-        )
+        return self.times().rank_starts(step)
 
     def step_times(self) -> pl.DataFrame:
         """Measured steps: `step`, `start_ns`, `end_ns`, `step_ns`, `edge`.
@@ -155,61 +145,39 @@ class Recording(Shown):
         which the profiler's own start and end disturb. The first begins with its first op if nothing earlier was
         recorded: then it is longer than the others by as much as the device runs behind the host.
         """
-        work = self._step_defining()
-        first = self.steps[0]
-        ends = work.group_by(pl.col("step").fill_null(first - 1)).agg(pl.col("end_ns").max()).sort("step")
-        if first - 1 not in ends["step"]:  # nothing was going on before: the first step begins with its first op
-            begin_ns = self.ops.filter(pl.col("step") == first)["start_ns"].min()
-            start = pl.DataFrame({"step": [first - 1], "end_ns": [begin_ns]}, schema=ends.schema)
-            ends = pl.concat([start, ends.filter(pl.col("step") >= first)])
-        times = ends.with_columns(end_ns=pl.col("end_ns").cum_max()).with_columns(start_ns=pl.col("end_ns").shift(1))
-        return times.filter(pl.col("start_ns").is_not_null() & pl.col("step").is_in(self.steps)).select(
-            "step",
-            "start_ns",
-            "end_ns",
-            step_ns=pl.col("end_ns") - pl.col("start_ns"),
-            edge=pl.col("step").is_in([first, self.steps[-1]]) & (len(self.steps) > 1),
-        )
+        return self.times().measured()
 
     def known_step(self, step: object) -> int:
         """`step`, if it is one whose beginning is known."""
-        known: list[int] = self.step_times()["step"].to_list()
-        if step not in known:
-            raise GraphError(f"step {step!r} is not in the recording or has no known beginning; choose one of {known}.")
-        return known[known.index(step)]
+        return self.times().known(step)
 
     def default_step(self) -> int:
         """The step of median length, not counting the first and last profiled ones if there are others."""
-        times = self.step_times()
-        if times.is_empty():
-            lost = self.ops.filter(pl.col("device").is_not_null() & pl.col("step").is_null()).height
-            raise GraphError(
-                f"none of the recording's {lost} device ops has its launch in the trace, so that none belongs to a "
-                "step; record the host's calls as well (ProfilerActivity.CPU)."
-                if lost
-                else "the recording has no op of any step: neither a runtime call, an operator nor device work."
-            )
-        inner = times.filter(~pl.col("edge"))
-        chosen = inner if inner.height else times
-        return int(chosen.sort("step_ns")["step"][chosen.height // 2])
+        return self.times().default()
 
 
-def _groups(run: Run) -> pl.DataFrame:
+def world_size_of(ranks: pl.DataFrame, groups: pl.DataFrame) -> int:
+    """How many ranks the job has: as many as have a trace, as the files state, or as their groups list."""
+    stated = (ranks.height, ranks["world_size"].max(), groups["ranks"].explode().n_unique())
+    return max(count for count in stated if isinstance(count, int))
+
+
+def groups_of(ranks: pl.DataFrame, metadata: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:
     """The process groups that the files list, each once. A group that lists no rank is of all ranks."""
     rows: dict[tuple[str, tuple[int, ...]], str] = {}
-    for metadata in run.metadata.values():
-        about = {key: metadata[key] for key in ("distributedInfo", "layout") if isinstance(metadata.get(key), dict)}
+    for said in metadata.values():
+        about = {key: said[key] for key in ("distributedInfo", "layout") if isinstance(said.get(key), dict)}
         listed = [about.get("distributedInfo", {}).get("pg_config"), about.get("layout", {}).get("groups")]
-        world = range(run.ranks["world_size"].max() or 0)  # type: ignore[arg-type]
+        world = range(ranks["world_size"].max() or 0)  # type: ignore[arg-type]
         for group in (group for groups in listed if isinstance(groups, list) for group in groups):
-            ranks = (group.get("ranks") or [*world]) if isinstance(group, dict) else None
-            if isinstance(ranks, list) and all(isinstance(r, int) and 0 <= r < 2**31 for r in ranks):
-                rows[str(group.get("pg_name")), tuple(sorted(ranks))] = str(group.get("pg_desc") or "")
-    table = [(name, description, list(ranks)) for (name, ranks), description in rows.items()]
+            members = (group.get("ranks") or [*world]) if isinstance(group, dict) else None
+            if isinstance(members, list) and all(isinstance(r, int) and 0 <= r < 2**31 for r in members):
+                rows[str(group.get("pg_name")), tuple(sorted(members))] = str(group.get("pg_desc") or "")
+    table = [(name, description, list(members)) for (name, members), description in rows.items()]
     return pl.DataFrame(table, schema=GROUPS, orient="row")
 
 
-def _with_group_sizes(ops: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
+def with_group_sizes(ops: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
     """`ops` whose `group_size` is that of the listed group where the op itself does not say."""
     sizes = groups.select("group", listed=pl.col("ranks").list.len().cast(pl.Int32)).unique("group", keep="none")
     ops = ops.join(sizes, on="group", how="left", maintain_order="left")
@@ -246,43 +214,73 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     """
     recording = run if isinstance(run, Recording) else Recording.of(run)
     step = recording.default_step() if step is None else recording.known_step(step)
-    here = recording.ops.filter(pl.col("step") == step)
     unseen = step if unseen is None else recording.known_step(unseen)
     waits = find_waits(recording.ops, recording.records, step, unseen)
-    work = rules.outstanding(recording.ops)
-    sizes = rules.queue_size(work, cuda=_is_cuda(recording.ops))
-    queue = rules.launch_queue(work, recording.ops, sizes, step)
-    rows, edges, notes = _rows_and_edges(recording, here, waits, queue, step)
-    rows, edges = measure.in_issue_order(rows, edges)
-    rows, edges = measure.add_lags(measure.settle(rows, edges), edges)
-    report = pl.concat([recording.report, *notes, _evidence(rows, edges)])
+    comm, times = lanes.communication(recording.ops), recording.times()
+    shared = Shared.of(step, comm, times, recording.world_size, recording.filled, cuda=is_cuda(recording.ops))
+    rows, edges, sizes, report = rows_and_edges(recording.ops, waits, shared)
+    report = pl.concat([recording.report, report])
     return replace(_finished(rows, edges, step, report, sizes), filled=recording.filled, run=recording.run)
 
 
-def _is_cuda(ops: pl.DataFrame) -> bool:
+def is_cuda(ops: pl.DataFrame) -> bool:
+    """Whether calls of CUDA stand among these."""
     return bool(ops["call_name"].str.contains(r"^cu(da)?[A-Z]").any())
 
 
+class Shared(NamedTuple):
+    """What the graph of a rank needs to know of all ranks."""
+
+    step: int
+    origin_ns: int
+    starts: pl.DataFrame
+    """When each rank begins the step (`StepTimes.rank_starts`)."""
+    joins: pl.DataFrame
+    transfers: pl.DataFrame
+    """Of collectives that lack ranks (`lanes.absent_transfers`)."""
+    cuda: bool
+    filled: Mapping[int, int]
+
+    @classmethod
+    def of(
+        cls, step: int, comm: pl.DataFrame, times: StepTimes, world_size: int, filled: Mapping[int, int], *, cuda: bool
+    ) -> Shared:
+        """From the communication (`lanes.communication`) and the step times of all ranks."""
+        joins = lanes.join_rows(comm.filter(pl.col("step") == step), filled)
+        transfers = lanes.absent_transfers(comm, step, world_size, filled)
+        return cls(step, times.origin_ns(step), times.rank_starts(step), joins, transfers, cuda, filled)
+
+
+def rows_and_edges(
+    ops: pl.DataFrame, waits: pl.DataFrame, shared: Shared
+) -> tuple[pl.DataFrame, pl.DataFrame, dict[int, int], pl.DataFrame]:
+    """Rows of a step in issue order, edges between their places, sizes of launch queues, and the report."""
+    work = rules.outstanding(ops)
+    sizes = rules.queue_size(work, cuda=shared.cuda)
+    queue = rules.launch_queue(work, ops, sizes, shared.step)
+    rows, edges, notes = _rows_and_edges(ops, waits, queue, shared)
+    rows, edges = measure.in_issue_order(rows, edges)
+    rows, edges = measure.add_lags(measure.settle(rows, edges), edges)
+    return rows, edges, sizes, pl.concat([notes, _evidence(rows, edges)])
+
+
 def _rows_and_edges(
-    recording: Recording, here: pl.DataFrame, waits: pl.DataFrame, queue: pl.DataFrame, step: int
-) -> tuple[pl.DataFrame, pl.DataFrame, list[pl.DataFrame]]:
-    on_stream = pl.col("kind").is_in(DEVICE_KINDS) & ~lanes.IS_HIDDEN_ON_HOST
-    calls = here.filter(~on_stream)
+    ops: pl.DataFrame, waits: pl.DataFrame, queue: pl.DataFrame, shared: Shared
+) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+    step, origin_ns, joins = shared.step, shared.origin_ns, shared.joins
+    here = ops.filter(pl.col("step") == step)
+    calls = here.filter(~lanes.ON_STREAM)
     full_queue = queue.filter("full")["op_id"]
-    hosts = lanes.host_rows(calls, waits, full_queue, lanes.usual_issues(recording.ops, full_queue))
+    hosts = lanes.host_rows(calls, waits, full_queue, lanes.usual_issues(ops, full_queue))
     hosts, engine_edges = rules.engine(hosts)
     hosts, wake_edges = rules.idle_threads(hosts)
-    streams = lanes.stream_rows(here.filter(on_stream), waits, calls)
-    joins = lanes.join_rows(pl.concat([streams, hosts], how="diagonal_relaxed"), recording.filled)
-    transfers = lanes.usual_transfers(recording.ops)
-    streams, estimated = lanes.absent_peers(streams, joins, transfers, recording.world_size, recording.filled)
-    hosts, guessed = lanes.absent_peers(hosts, joins, transfers, recording.world_size, recording.filled)
-    starts = recording.rank_starts(step)
-    origin_ns = int(pl.concat([hosts["from_ns"], starts["at_ns"]]).min())  # type: ignore[arg-type]
-    backlog = lanes.backlog_rows(recording.ops, waits["target"], step, origin_ns)
+    streams = lanes.stream_rows(here.filter(lanes.ON_STREAM), waits, calls)
+    streams, estimated = lanes.absent_peers(streams, joins, shared.transfers, shared.filled)
+    hosts, guessed = lanes.absent_peers(hosts, joins, shared.transfers, shared.filled)
+    backlog = lanes.backlog_rows(ops, waits["target"], step, origin_ns)
     started = pl.concat([engine_edges["dst"], wake_edges["dst"]])
     leads = lanes.lead_rows(hosts, started, step, origin_ns)
-    begins = lanes.start_rows(starts, step, origin_ns)
+    begins = lanes.start_rows(shared.starts, step, origin_ns)
     rows = pl.concat([hosts, streams, joins, backlog, leads, begins], how="diagonal_relaxed").with_columns(
         pl.col("ago").fill_null(0)
     )
@@ -309,7 +307,7 @@ def _rows_and_edges(
     )
     detail = "other ranks have no trace: the low quantile of equal calls; the rest is a wait of its own"
     comm = rows.join(pl.concat([estimated, guessed]), on="id", how="semi").with_columns(time_ns="dur_ns")
-    return rows, edges, [repairs.counted("transfers estimated", comm, detail)]
+    return rows, edges, repairs.counted("transfers estimated", comm, detail)
 
 
 def _evidence(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:

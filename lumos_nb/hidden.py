@@ -29,7 +29,7 @@ def find_hidden_collectives(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFra
     taken for work. Gaps hide collectives of some of the ranks as well: see `in_gaps`.
     """
     work = candidates(ops, longest(ops))
-    first = ops["match"].max() or 0
+    first = int(ops["match"].max() or 0)  # type: ignore[arg-type]
     hidden = numbered(in_ops(work, hiding(spans(work), ops["rank"].n_unique())), first)
     late, members = in_gaps(work) if ops["device"].null_count() == ops.height else (work.clear(), NOWHERE)
     return mark(ops, hidden, late, numbered(members, first + hidden["match"].n_unique()))

@@ -20,6 +20,9 @@ BLOCKING_CALLS = ("sync_stream", "sync_event", "sync_device", "free", "wait_comm
 IS_HIDDEN_ON_HOST = (pl.col("call") == HOST_COLLECTIVE).fill_null(value=False)
 """A collective inside a host op, which its thread waits for: it stays on its thread."""
 
+ON_STREAM = pl.col("kind").is_in(DEVICE_KINDS) & ~IS_HIDDEN_ON_HOST
+"""What does not stand on a thread."""
+
 ABSENT = "waiting for ranks without a trace"
 
 TRANSFER_QUANTILE = 0.1
@@ -203,9 +206,9 @@ def lacks_ranks(world_size: int, filled: Iterable[int]) -> pl.Expr:
 
 
 def absent_peers(
-    rows: pl.DataFrame, joins: pl.DataFrame, transfers: pl.DataFrame, world_size: int, filled: Iterable[int] = ()
+    rows: pl.DataFrame, joins: pl.DataFrame, transfers: pl.DataFrame, filled: Iterable[int] = ()
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Rows of the streams, or threads, where collectives lack ranks: an explicit wait for them, then a transfer.
+    """Rows of the streams, or threads, where collectives lack ranks (`transfers`): an explicit wait, then a transfer.
 
     Returns the rows, and the ids of the transfers so estimated. Ranks `filled` from others have no trace either: they
     do not hold up traced ones, whose wait is as measured, and their own transfer begins and ends with those of the
@@ -214,11 +217,9 @@ def absent_peers(
     copied = pl.col("rank").is_in(list(filled))
     whole = joins.select("match", joined_ns="from_ns")
     comm = rows.filter(pl.col("kind") == "comm").join(whole, on="match", how="left")
-    comm = comm.join(transfers, on="op_id", how="left")
-    partial = comm.filter(lacks_ranks(world_size, filled))
+    partial = comm.join(transfers, on="op_id", maintain_order="left")
     partial = partial.with_columns(from_ns=pl.max_horizontal("from_ns", "joined_ns"))
-    together = pl.coalesce("match", -1 - pl.col("op_id"))  # what a transfer takes, one of its ranks may know better
-    partial = partial.with_columns(pl.col("transfer_ns").min().over(together))
+    together = pl.coalesce("match", -1 - pl.col("op_id"))
     begin_ns = pl.max_horizontal("from_ns", pl.col("to_ns") - pl.col("transfer_ns"))
     partial = partial.with_columns(begin_ns=pl.when(copied).then("from_ns").otherwise(begin_ns))
     met_ns = pl.col("begin_ns").filter(~copied).max().over(together)
@@ -261,42 +262,57 @@ ORIGINAL = "original"
 """Column of raw ops where some are copies: the `op_id` of what each is a copy of."""
 
 
-def usual_transfers(ops: pl.DataFrame) -> pl.DataFrame:
-    """`op_id`, `transfer_ns`: the low quantile of the equal communication calls of the same rank, in all steps.
-
-    A call lasts from when the last of the traced ranks had arrived; a copy's takes as long as its original's.
-    """
+def communication(ops: pl.DataFrame) -> pl.DataFrame:
+    """What several ranks must know of each other's communication ops; `equal` calls of a rank bear the same number."""
     comm = ops.filter(pl.col("kind") == "comm")
-    copies = comm.filter(pl.col(ORIGINAL).is_not_null()) if ORIGINAL in comm.columns else comm.clear()
-    comm = comm.join(copies, on="op_id", how="anti", maintain_order="left")
-    begun = pl.when(pl.col("match").is_not_null()).then(pl.col("start_ns").max().over("match"))
-    comm = comm.with_columns(lasts_ns=pl.col("start_ns") + pl.col("dur_ns") - pl.coalesce(begun, "start_ns"))
     named = pl.when(IS_HIDDEN_ON_HOST & (pl.col("collective") != "hidden")).then(
         "name"
     )  # of timelines: says all there is
     size = pl.coalesce(pl.col("comm_bytes").cast(pl.String), "shapes", named, pl.format("{}/{}", "site", "nth"))
-    usual = comm.select(
-        "op_id",
-        transfer_ns=pl.col("lasts_ns")
-        .clip(0)
-        .quantile(TRANSFER_QUANTILE, "lower")
-        .over("rank", "collective", "group", size)
-        .cast(pl.Int64),
-    )
+    about = ("op_id", "rank", "step", "lane", "kind", "call", "collective", "group", "group_size", "peer", "phase")
+    return comm.select(
+        *about,
+        "match",
+        "start_ns",
+        "dur_ns",
+        *({ORIGINAL} & {*ops.columns}),
+        equal=pl.struct("collective", "group", size=size).hash(9),
+    ).sort("rank", "lane", "start_ns", "op_id")
+
+
+def absent_transfers(comm: pl.DataFrame, step: int, world_size: int, filled: Iterable[int] = ()) -> pl.DataFrame:
+    """`op_id`, `transfer_ns` of a step's collectives (`communication`) that lack ranks; one of theirs may know best."""
+    partial = comm.filter(pl.col("step") == step).filter(lacks_ranks(world_size, filled))
+    known = partial.join(usual_transfers(comm), on="op_id", maintain_order="left")
+    together = pl.coalesce("match", -1 - pl.col("op_id"))
+    return known.select("op_id", pl.col("transfer_ns").min().over(together))
+
+
+def usual_transfers(comm: pl.DataFrame) -> pl.DataFrame:
+    """`op_id`, `transfer_ns`: the low quantile of the equal communication calls of the same rank, in all steps.
+
+    A call lasts from when the last of the traced ranks had arrived; a copy's takes as long as its original's.
+    """
+    copies = comm.filter(pl.col(ORIGINAL).is_not_null()) if ORIGINAL in comm.columns else comm.clear()
+    comm = comm.join(copies, on="op_id", how="anti", maintain_order="left")
+    begun = pl.when(pl.col("match").is_not_null()).then(pl.col("start_ns").max().over("match"))
+    comm = comm.with_columns(lasts_ns=pl.col("start_ns") + pl.col("dur_ns") - pl.coalesce(begun, "start_ns"))
+    low = pl.col("lasts_ns").clip(0).quantile(TRANSFER_QUANTILE, "lower")
+    usual = comm.select("op_id", transfer_ns=low.over("rank", "equal").cast(pl.Int64))
     if copies.is_empty():
         return usual
     of_copies = copies.select("op_id", original=ORIGINAL).join(usual, left_on="original", right_on="op_id")
     return pl.concat([usual, of_copies.select("op_id", "transfer_ns")])
 
 
-def join_rows(streams: pl.DataFrame, filled: Iterable[int] = ()) -> pl.DataFrame:
-    """One zero-length row a matched collective: the point at which all its ranks have arrived.
+def join_rows(comm: pl.DataFrame, filled: Iterable[int] = ()) -> pl.DataFrame:
+    """One zero-length row a matched collective of a step (`communication`): when all its ranks have arrived.
 
     Of its `members`, `traced` are not `filled` from others: these alone are waited for, if there are any.
     """
     traced = ~pl.col("rank").is_in(list(filled))
-    comm = streams.filter((pl.col("kind") == "comm") & pl.col("match").is_not_null())
-    shared = comm.group_by("match", maintain_order=True).agg(
+    matched = comm.filter(pl.col("match").is_not_null()).with_columns(from_ns="start_ns")
+    shared = matched.group_by("match", maintain_order=True).agg(
         pl.col("rank").min(),
         pl.col("step").first(),
         pl.col("collective").first(),
