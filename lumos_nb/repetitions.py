@@ -7,6 +7,8 @@ repetition contradicts it.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+
 import polars as pl
 
 TOLERANCE_NS = 2_000
@@ -32,9 +34,30 @@ SITE_KEY = pl.struct("site", "nth").hash(5)
 """One number for a call site and its place among the calls of it in a step."""
 
 
+Asking = Generator[pl.DataFrame, pl.DataFrame, pl.DataFrame]
+"""A search that asks what all ranks say by telling what those at hand do: keys, and counts (`.._count`) to be added."""
+
+
+def pooled(said: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """What ranks say together, from what each of them does."""
+    table = pl.concat(said)
+    return table.group_by(pl.exclude("^.*_count$")).agg(pl.col("^.*_count$").sum())
+
+
+def among_themselves(search: Asking) -> pl.DataFrame:
+    """What a search finds where all ranks are at hand."""
+    try:
+        said = next(search)
+        while True:
+            said = search.send(said)
+    except StopIteration as found:
+        table: pl.DataFrame = found.value
+        return table
+
+
 def contradicted(
     candidates: pl.DataFrame, device: pl.DataFrame, unseen: int, tolerance_ns: int = TOLERANCE_NS
-) -> pl.DataFrame:
+) -> Asking:
     """(`site_key`, `pattern`) whose waiter too often went on before its target had ended in other steps.
 
     A waiter goes on at `next_start_ns`; without that column, with the first op on its lane issued after the call.
@@ -55,11 +78,8 @@ def contradicted(
         end_ns=pl.coalesce("last_end_ns", "target_end_ns")
     )
     early = pl.col("end_ns") > pl.col("next_start_ns") + tolerance_ns
-    return (
-        tested.group_by("site_key", "pattern")
-        .agg(early.mean().alias("share"))
-        .filter(pl.col("share") > MAX_CONTRADICTED)
-    )
+    counts = yield tested.group_by("site_key", "pattern").agg(early_count=early.sum(), tested_count=early.count())
+    return counts.filter(pl.col("early_count") > MAX_CONTRADICTED * pl.col("tested_count"))
 
 
 def first_after(waits: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
@@ -78,14 +98,15 @@ def first_after(waits: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def followed(waits: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
+def followed(waits: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int) -> Asking:
     """What each waiting stream's next op started right after in other steps, where nothing else explains its delay."""
     waits = waits.filter(pl.col("next_start_ns").is_not_null()).drop("target", strict=False)
     waits = waits.with_columns(
         at_ns="next_start_ns", late=pl.col("next_start_ns") > pl.col("ready_ns") + WAKE_STREAM_NS
     )
     votes = _nearest_end(waits.filter("late"), device, WAKE_STREAM_NS)
-    return _elect(waits, votes.filter(pl.col("target_lane") != pl.col("lane")), device, step, unseen, TOLERANCE_NS)
+    votes = votes.filter(pl.col("target_lane") != pl.col("lane"))
+    return (yield from _elect(waits, votes, device, step, unseen, TOLERANCE_NS))
 
 
 def _nearest_end(waits: pl.DataFrame, device: pl.DataFrame, within_ns: int) -> pl.DataFrame:
@@ -119,7 +140,7 @@ def _nearest_end(waits: pl.DataFrame, device: pl.DataFrame, within_ns: int) -> p
 
 def _elect(
     waits: pl.DataFrame, votes: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int, tolerance_ns: int
-) -> pl.DataFrame:
+) -> Asking:
     """For each wait of `step` the target that explained its site's delays in other steps, and that none contradicts.
 
     `waits` have `at_ns`, the time at which they are over, and `late`: nothing else explains that they took as long. A
@@ -128,17 +149,21 @@ def _elect(
     """
     others = waits.filter(pl.col("step") != unseen)
     unnamed = votes.filter(pl.col("target_site").is_null()).select("op_id")
-    held = others.filter("late").join(unnamed, on="op_id", how="anti").group_by("site_key").agg(repetitions=pl.len())
+    held = others.filter("late").join(unnamed, on="op_id", how="anti").group_by("site_key").agg(held_count=pl.len())
     identity = ["target_site", "target_nth"]
     counted = (
         votes.filter((pl.col("step") != unseen) & pl.col("target_site").is_not_null())
         .group_by("site_key", *identity, ago=pl.col("step") - pl.col("target_step"))
-        .len()
+        .agg(votes_count=pl.len())
     )
+    said = yield pl.concat([counted, held], how="diagonal").with_columns(pl.col("^.*_count$").fill_null(0))
+    held = said.filter(pl.col("target_site").is_null()).select("site_key", "held_count")
+    counted = said.filter(pl.col("target_site").is_not_null()).drop("held_count")
     elected = counted.join(held, on="site_key").filter(
-        (pl.col("len") >= MIN_SUPPORT * pl.col("repetitions")) & (pl.col("len") >= MIN_VOTES)
+        (pl.col("votes_count") >= MIN_SUPPORT * pl.col("held_count")) & (pl.col("votes_count") >= MIN_VOTES)
     )
-    elected = elected.sort("len", *identity, descending=True).unique("site_key", keep="first", maintain_order=True)
+    order = ["votes_count", *identity, "ago"]
+    elected = elected.sort(order, descending=True).unique("site_key", keep="first", maintain_order=True)
     targets = device.select(
         "rank",
         target="op_id",
@@ -151,6 +176,7 @@ def _elect(
     named = waits.join(elected, on="site_key").with_columns(target_step=pl.col("step") - pl.col("ago"))
     named = named.join(targets, on=["rank", "target_step", *identity])
     wrong = named.filter((pl.col("step") != unseen) & (pl.col("target_end_ns") > pl.col("at_ns") + tolerance_ns))
+    wrong = yield wrong.select("site_key").unique()
     return (
         named.filter((pl.col("step") == step) & (pl.col("issued_ns") <= pl.col("call_ns")))
         .join(wrong, on="site_key", how="anti")
@@ -167,12 +193,12 @@ def _elect(
     )
 
 
-def hidden_waits(ops: pl.DataFrame, device: pl.DataFrame, calls: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
+def hidden_waits(ops: pl.DataFrame, device: pl.DataFrame, calls: pl.DataFrame, step: int, unseen: int) -> Asking:
     """Host stretches that end right after a device op in other steps: waits that the profiler did not record."""
     columns = ["op_id", "rank", "step", "site", "nth", "call", "start_ns", "dur_ns"]
     stretches = ops.select("kind", *columns).filter(pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null())
-    sites = stretches.filter(pl.col("dur_ns") > HIDDEN_WAIT_NS)["site"].unique().implode()
-    stretches = stretches.filter(pl.col("site").is_in(sites)).select(columns)
+    sites = yield stretches.filter(pl.col("dur_ns") > HIDDEN_WAIT_NS).select("site").unique()
+    stretches = stretches.filter(pl.col("site").is_in(sites["site"].implode())).select(columns)
     syncs = calls.filter(pl.col("call") == "sync_event").select(columns)
     waits = pl.concat([stretches, syncs]).with_columns(
         site_key=SITE_KEY,
@@ -182,6 +208,5 @@ def hidden_waits(ops: pl.DataFrame, device: pl.DataFrame, calls: pl.DataFrame, s
         late=(pl.col("dur_ns") > HIDDEN_WAIT_NS) | (pl.col("call") == "sync_event"),
     )
     votes = _nearest_end(waits.filter("late"), device, WAKE_HOST_NS)
-    return _elect(waits, votes, device, step, unseen, WAKE_HOST_NS).with_columns(
-        record_lane=pl.lit(None, pl.String), record_ns=pl.lit(None, pl.Int64)
-    )
+    found = yield from _elect(waits, votes, device, step, unseen, WAKE_HOST_NS)
+    return found.with_columns(record_lane=pl.lit(None, pl.String), record_ns=pl.lit(None, pl.Int64))

@@ -18,7 +18,16 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.calls import BLOCKING_COPIES, COLLECTIVE_WAITS, arguments
-from lumos_nb.repetitions import SITE_KEY, WAKE_HOST_NS, contradicted, first_after, followed, hidden_waits
+from lumos_nb.repetitions import (
+    SITE_KEY,
+    WAKE_HOST_NS,
+    Asking,
+    among_themselves,
+    contradicted,
+    first_after,
+    followed,
+    hidden_waits,
+)
 from lumos_nb.schema import DEVICE_KINDS
 from lumos_nb.threads import rows_at
 
@@ -84,16 +93,23 @@ def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int)
     table
         Columns `WAITS`. A call without a row waits for something that no evidence names.
     """
+    return chosen_waits(ops, step, [among_themselves(search) for search in searches(ops, records, step, unseen)])
+
+
+def searches(ops: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int) -> list[Asking]:
+    """How the waits of one step are searched for: each way on its own, asking what all ranks say."""
     device = ops.filter(pl.col("kind").is_in(DEVICE_KINDS)).with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"))
     calls = _calls_with_neighbours(ops, device)
-    found = [
-        _exact_waits(calls, records),
-        _own_work(calls),
-        _whole_device(calls, device),
+    return [
+        _told(calls, device, records),
         _stream_syncs(calls, device, records, unseen),
         _event_waits(calls, device, records, step, unseen),
         hidden_waits(ops, device, calls, step, unseen),
     ]
+
+
+def chosen_waits(ops: pl.DataFrame, step: int, found: list[pl.DataFrame]) -> pl.DataFrame:
+    """The step's waits of all that `searches` found."""
     chosen = pl.concat([f.select(pl.col(c).cast(t) for c, t in WAITS.items()) for f in found])
     named = chosen.filter(pl.col("evidence") == "exact")["op_id"].implode()
     chosen = chosen.filter((pl.col("evidence") != "time") | ~pl.col("op_id").is_in(named))
@@ -147,6 +163,13 @@ class _Neighbours:
         """The first row from each one on for which `which` holds, -1 if none."""
         at = np.minimum.accumulate(np.where(which.to_numpy(), self.row, self.row.size)[::-1])[::-1]
         return np.where(at <= self.last, at, -1)
+
+
+def _told(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame) -> Asking:
+    """What the trace itself says, whatever others do."""
+    yield from ()
+    found = (_exact_waits(calls, records), _own_work(calls), _whole_device(calls, device))
+    return pl.concat([f.select(pl.col(c).cast(t) for c, t in WAITS.items()) for f in found])
 
 
 def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
@@ -219,7 +242,7 @@ def _whole_device(calls: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _stream_syncs(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, unseen: int) -> pl.DataFrame:
+def _stream_syncs(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, unseen: int) -> Asking:
     """A stream synchronise waits for the stream that its record names, else for the one its thread launched to last."""
     named = records.filter(pl.col("wait_on_stream").is_null() | (pl.col("wait_on_stream") < 0)).select(
         "rank", "correlation", named=pl.format("gpu{}:{}", "device", "stream")
@@ -240,13 +263,11 @@ def _stream_syncs(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFra
         pattern=pl.when(exact).then(pl.lit("cuda_sync")).otherwise(pl.lit("last stream of the thread")),
         next_start_ns=pl.col("start_ns") + pl.col("dur_ns"),
     )
-    wrong = contradicted(waits.filter(pl.col("evidence") == "pattern"), device, unseen, WAKE_HOST_NS)
+    wrong = yield from contradicted(waits.filter(pl.col("evidence") == "pattern"), device, unseen, WAKE_HOST_NS)
     return waits.join(wrong, on=["site_key", "pattern"], how="anti")
 
 
-def _event_waits(
-    calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int
-) -> pl.DataFrame:
+def _event_waits(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int) -> Asking:
     """Event waits that no record names: idioms that other steps do not contradict, and what they support by time."""
     named = records.filter(pl.col("wait_on_stream") >= 0).select("rank", "correlation")
     # A wait after a collective's kernel, still inside the call that launched it, orders NCCL's internal streams only.
@@ -255,14 +276,18 @@ def _event_waits(
     unnamed = about.join(named, on=["rank", "correlation"], how="anti", maintain_order="left").with_columns(
         internal=internal.fill_null(value=False)
     )
-    candidates = pl.concat(
-        [_caller_waits(unnamed), _collective_waits(unnamed), _stream_switches(unnamed)], how="diagonal_relaxed"
-    )
-    sound = candidates.join(contradicted(candidates, device, unseen), on=["site_key", "pattern"], how="anti")
+    # DDP waits for its buckets at the end of backward, outside every operator.
+    within = pl.coalesce("around", "parent").str.contains(COLLECTIVE_WAITS).fill_null(value=True)
+    sites = yield unnamed.filter((pl.col("call") == "wait_event") & within).select("site_key").unique()
+    collective = _collective_waits(unnamed, sites["site_key"])
+    candidates = pl.concat([_caller_waits(unnamed), collective, _stream_switches(unnamed)], how="diagonal_relaxed")
+    wrong = yield from contradicted(candidates, device, unseen)
+    sound = candidates.join(wrong, on=["site_key", "pattern"], how="anti")
     best = sound.filter(pl.col("order") == pl.col("order").min().over("op_id"))
     waits = unnamed.filter((pl.col("call") == "wait_event") & ~pl.col("internal") & pl.col("after").is_not_null())
     waits = waits.join(best, on="op_id", how="anti")
-    by_time = followed(first_after(waits.with_columns(lane="after", call_ns="start_ns"), device), device, step, unseen)
+    waits = first_after(waits.with_columns(lane="after", call_ns="start_ns"), device)
+    by_time = yield from followed(waits, device, step, unseen)
     return pl.concat([best, by_time], how="diagonal_relaxed").with_columns(
         *(
             pl.lit(None, WAITS[c]).alias(c)
@@ -287,16 +312,17 @@ def _caller_waits(calls: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _collective_waits(calls: pl.DataFrame) -> pl.DataFrame:
-    """`Work.wait`: the caller's stream waits for a collective.
+def _collective_waits(calls: pl.DataFrame, sites: pl.Series) -> pl.DataFrame:
+    """`Work.wait`: the caller's stream waits for a collective, at these sites.
 
     It is the one that the same operator issued last, else the one that its thread issued first and has not waited for
     yet. A thread that issues none waits for those of the rank's other threads.
     """
-    # DDP waits for its buckets at the end of backward, outside every operator.
-    within = pl.coalesce("around", "parent").str.contains(COLLECTIVE_WAITS).fill_null(value=True).any().over("site_key")
     takes = (
-        (pl.col("call") == "wait_event") & ~pl.col("internal") & ~pl.col("comm_after").fill_null(value=False) & within
+        (pl.col("call") == "wait_event")
+        & ~pl.col("internal")
+        & ~pl.col("comm_after").fill_null(value=False)
+        & pl.col("site_key").is_in(sites.implode())
     )
     rows = calls.filter((takes & pl.col("plain_after").is_not_null()) | pl.col("to_comm")).sort(
         "rank", "start_ns", "op_id"
