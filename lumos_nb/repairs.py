@@ -31,41 +31,61 @@ def unmarked() -> pl.DataFrame:
     return pl.DataFrame([("no step marks", None, 0, None, detail)], schema=REPORT, orient="row")
 
 
-def one_profile(events: pl.DataFrame, marks: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+def one_profile(
+    events: pl.DataFrame, marks: pl.DataFrame, profiles: pl.DataFrame | None = None
+) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """Events and step marks of one of several profiles in the same files, and the report of the others.
 
-    A thread whose step numbers fall begins another profile, whose steps may bear the numbers of the last one's. The
-    profile of most steps is taken, of several such the last.
+    The profile of most steps is taken, of several such the last; `profiles` are those of all ranks (`profiles_of`), by
+    default of the marks given.
+    """
+    steps = profiles_of(marks) if profiles is None else profiles
+    if steps.is_empty():
+        return events, marks, pl.DataFrame(schema=REPORT)
+    begins = _begins(marks)
+    events, marks = (_of_profile(table, begins) for table in (events, marks))
+    here = pl.col("profile") == steps["profile"][-1]
+    others = steps["step"][:-1].to_list()
+    detail = f"events of {len(others)} other profiles in the same files, of {', '.join(map(str, others))} steps"
+    left_out = counted("other profiles left out", events.filter(~here).with_columns(time_ns="dur_ns"), detail)
+    return events.filter(here).drop("profile"), marks.filter(here).drop("profile"), left_out
+
+
+def profiles_of(marks: pl.DataFrame) -> pl.DataFrame:
+    """`profile`, and of how many `step`s, that of most steps last; empty if there is only one.
+
+    A thread whose step numbers fall begins another profile, whose steps may bear the numbers of the last one's.
 
     Raises
     ------
     GraphError
         The ranks hold different numbers of profiles.
     """
-    distinct = marks.unique(["rank", "thread", "step", "start_ns"]).sort("rank", "thread", "start_ns")
-    fallen = distinct.filter((pl.col("step").diff() <= 0).over("rank", "thread"))
-    nth = pl.int_range(1, pl.len() + 1).over("rank", "thread")
-    begins = fallen.with_columns(profile=nth).group_by("rank", "profile").agg(pl.col("start_ns").min())
-    if begins.is_empty():
-        return events, marks, pl.DataFrame(schema=REPORT)
+    begins = _begins(marks)
     held = (
         marks.select("rank").unique().join(begins, on="rank", how="left").group_by("rank").agg(pl.col("profile").max())
     )
     if held["profile"].n_unique() > 1:
-        rank, step, start_ns = fallen.sort("start_ns").select("rank", "step", "start_ns").row(0)
+        rank, step, start_ns = _fallen(marks).sort("start_ns").select("rank", "step", "start_ns").row(0)
         raise GraphError(
             f"rank {rank} marks step {step} (ProfilerStep#{step}, at {start_ns} ns) after a step of that or a higher "
             "number: its trace holds more than one profile, and the ranks do not hold the same number of them; give "
             "each profile files of its own, and load one."
         )
-    begins = begins.sort("start_ns").rename({"start_ns": "begin_ns"})
-    events, marks = (_of_profile(table, begins) for table in (events, marks))
-    steps = marks.group_by("profile").agg(pl.col("step").n_unique()).sort("step", "profile")
-    here = pl.col("profile") == steps["profile"][-1]
-    others = steps["step"][:-1].to_list()
-    detail = f"events of {len(others)} other profiles in the same files, of {', '.join(map(str, others))} steps"
-    left_out = counted("other profiles left out", events.filter(~here).with_columns(time_ns="dur_ns"), detail)
-    return events.filter(here).drop("profile"), marks.filter(here).drop("profile"), left_out
+    steps = _of_profile(marks, begins).group_by("profile").agg(pl.col("step").n_unique()).sort("step", "profile")
+    return steps if begins.height else steps.clear()
+
+
+def _fallen(marks: pl.DataFrame) -> pl.DataFrame:
+    distinct = marks.unique(["rank", "thread", "step", "start_ns"]).sort("rank", "thread", "start_ns")
+    return distinct.filter((pl.col("step").diff() <= 0).over("rank", "thread"))
+
+
+def _begins(marks: pl.DataFrame) -> pl.DataFrame:
+    """`rank`, `profile`, `begin_ns`: when each profile but the first begins."""
+    nth = pl.int_range(1, pl.len() + 1).over("rank", "thread")
+    profiles = _fallen(marks).with_columns(profile=nth).group_by("rank", "profile")
+    return profiles.agg(begin_ns=pl.col("start_ns").min()).sort("begin_ns")
 
 
 def _of_profile(table: pl.DataFrame, begins: pl.DataFrame) -> pl.DataFrame:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import polars as pl
 
@@ -17,7 +18,7 @@ from lumos_nb.errors import RunError
 from lumos_nb.executors import spread
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.export import OnAClock
-from lumos_nb.traces.files import files_of, loaded, printable, read_file
+from lumos_nb.traces.files import Files, files_of, loaded, printable, read_file
 from lumos_nb.traces.kineto import rank_of, world_size_of
 from lumos_nb.traces.trace import Trace
 
@@ -136,52 +137,130 @@ def load_run(
     >>> run.report.columns
     ['rank', 'path', 'what', 'count', 'reason']
     """
+
+    def reader(files: Files) -> Callable[[Path], Trace | Path | str]:
+        beside = files.beside if cache else None
+        return partial(read_file, cache=beside, by_path=executor is not None, strict=files.alone)
+
+    with each_file(path, executor, reader) as (parsed, files):
+        traces = [(file, made if isinstance(made, Trace) else loaded(file, Path(made))) for file, made in parsed]
+        read = [FileRead(file, t.metadata, t.notes, *first_row(t.events), partial(_same, t)) for file, t in traces]
+        ranks, copies = numbered(read)
+        tables = [one.events() for one in ranks]
+        table, report = about(ranks, [Extent.of(events) for events in tables], copies, files)
+    metadata = {one.rank: one.file.metadata for one in ranks}
+    return Run(EVENTS.check(pl.concat(tables)), table, report, metadata)
+
+
+Made = TypeVar("Made")
+"""What is made of a file; text where it cannot be read."""
+
+
+def _same(trace: Trace) -> Trace:
+    return trace
+
+
+@contextmanager
+def each_file(
+    path: str | Path | Sequence[str | Path],
+    executor: Executor | str | None,
+    reader: Callable[[Files], Callable[[Path], Made]],
+) -> Iterator[tuple[list[tuple[Path, Made]], Files]]:
+    """What a reader makes of each file of a run; those of which it says why they cannot be read join `Files.others`.
+
+    Raises
+    ------
+    RunError, ExecutorError, TraceError
+        As `load_run`, of single files.
+    """
     try:
-        with files_of(path) as (files, others, beside, alone, archive):
-            read = partial(read_file, cache=beside if cache else None, by_path=executor is not None, strict=alone)
-            parsed: list[tuple[Path, Trace]] = []
-            for file, outcome in zip(files, spread(executor, read, files), strict=True):
+        with files_of(path) as files:
+            parsed: list[tuple[Path, Made]] = []
+            for file, outcome in zip(files.traces, spread(executor, reader(files), files.traces), strict=True):
                 if isinstance(outcome, str):
-                    others.append((file, outcome))
+                    files.others.append((file, outcome))
                 else:
-                    parsed.append((file, loaded(file, outcome) if isinstance(outcome, Path) else outcome))
+                    parsed.append((file, outcome))
             if not parsed:
-                named = "".join(f"\n  {file.name}: {why}" for file, why in others[:_NAMED])
-                named += f"\n  and {len(others) - _NAMED:,} more" if len(others) > _NAMED else ""
+                named = "".join(f"\n  {file.name}: {why}" for file, why in files.others[:_NAMED])
+                named += f"\n  and {len(files.others) - _NAMED:,} more" if len(files.others) > _NAMED else ""
                 raise RunError(f"{path} holds no trace that can be read:{named}")
-            return _run(parsed, others, archive)
+            yield parsed, files
     except OSError as error:  # no right to read, a name that is too long, a disk that fails
         raise RunError(f"{path} cannot be read: {error}. Put that right, or leave the file out.") from error
 
 
-class _Ranked(NamedTuple):
+class FileRead(NamedTuple):
+    """What is known of a file that was read, and how to have its events."""
+
+    path: Path
+    metadata: dict[str, Any]
+    notes: pl.DataFrame
+    rows: int
+    first_ns: int | None
+    """When the first of them starts."""
+    trace: Callable[[], Trace]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that it holds, as it numbers them; none if it does not tell."""
+        held: list[int] = self.metadata.get("ranks", [])
+        return held
+
+
+def first_row(events: pl.DataFrame) -> tuple[int, int | None]:
+    """How many events there are, and when the first one starts."""
+    return events.height, events["start_ns"][0] if events.height else None
+
+
+class Ranked(NamedTuple):
     """One rank of a run."""
 
     rank: int
     source: str
-    path: Path
-    trace: Trace
+    file: FileRead
     own: int
     """The rank that it has in its file."""
 
     @property
     def several(self) -> bool:
         """Whether its file holds further ranks."""
-        return len(self.trace.metadata.get("ranks", [])) > 1
+        return len(self.file.ranks) > 1
 
     def events(self) -> pl.DataFrame:
         """The rank's rows."""
-        events = self.trace.events.filter(pl.col("rank") == self.own) if self.several else self.trace.events
+        events = events_of(self.file.trace(), self.own if self.several else None)
         return events.with_columns(rank=pl.lit(self.rank, pl.Int32))
 
 
-def _claims(path: Path, trace: Trace) -> list[tuple[int | None, str, int]]:
+def events_of(trace: Trace, own: int | None) -> pl.DataFrame:
+    """The rows of one of several ranks of a file, or all."""
+    return trace.events if own is None else trace.events.filter(pl.col("rank") == own)
+
+
+class Extent(NamedTuple):
+    """How many events of a rank were kept, when they start and end, and the devices that they ran on."""
+
+    kept: int
+    start_ns: int | None
+    end_ns: int | None
+    devices: list[int]
+
+    @classmethod
+    def of(cls, events: pl.DataFrame) -> Extent:
+        """Of a rank's rows."""
+        end_ns = (pl.col("start_ns") + pl.col("dur_ns")).max()
+        start_ns, end_ns = events.select(pl.col("start_ns").min(), end_ns=end_ns).row(0)
+        return cls(len(events), start_ns, end_ns, events["device"].unique().drop_nulls().sort().to_list())
+
+
+def claims(path: Path, metadata: dict[str, Any]) -> list[tuple[int | None, str, int]]:
     """(rank or None if nothing says which, where it comes from, rank in the file) of each rank of a file."""
-    ranks = trace.metadata.get("ranks", [])
-    counted = trace.metadata.get("ranks_counted", False)  # in the order in which the file has them, no more
-    if len(ranks) > 1 or (ranks and not counted and rank_of(trace.metadata) is None):
+    ranks = metadata.get("ranks", [])
+    counted = metadata.get("ranks_counted", False)  # in the order in which the file has them, no more
+    if len(ranks) > 1 or (ranks and not counted and rank_of(metadata) is None):
         return [(None, "order", rank) if counted else (rank, "file", rank) for rank in ranks]
-    if (stated := rank_of(trace.metadata)) is not None:
+    if (stated := rank_of(metadata)) is not None:
         return [(stated, "distributedInfo", stated)]
     named = _rank_in_name(path.name)
     return [(named, "order" if named is None else "file name", 0)]
@@ -192,22 +271,23 @@ def _rank_in_name(name: str) -> int | None:
     return int(match.group(1)) if match and int(match.group(1)) < 2**31 else None
 
 
-def _numbered(parsed: list[tuple[Path, Trace]]) -> tuple[list[_Ranked], list[tuple[Path, str]]]:
+def numbered(read: list[FileRead]) -> tuple[list[Ranked], list[tuple[Path, str]]]:
     """The ranks, in their order, none of them twice; and the files that are copies of others."""
-    found: dict[int, _Ranked] = {}
-    nameless: list[_Ranked] = []
+    found: dict[int, Ranked] = {}
+    nameless: list[Ranked] = []
     copies: dict[Path, str] = {}
-    for path, trace in parsed:
-        for rank, source, own in _claims(path, trace):
-            one = _Ranked(-1 if rank is None else rank, source, path, trace, own)
+    for file in read:
+        path = file.path
+        for rank, source, own in claims(path, file.metadata):
+            one = Ranked(-1 if rank is None else rank, source, file, own)
             others = nameless if rank is None else [found[rank]] if rank in found else []
-            if same := next((o for o in others if o.path != path and _is_copy(o.trace, trace)), None):
+            if same := next((o.file for o in others if o.file.path != path and _is_copy(o.file, file)), None):
                 copies[path] = f"a copy of {same.path}: the same events"
             elif rank is None:
                 nameless.append(one)
             elif rank in found:
                 raise RunError(
-                    f"{found[rank].path} ({found[rank].source}) and {path} ({source}) both claim rank {rank}, and "
+                    f"{found[rank].file.path} ({found[rank].source}) and {path} ({source}) both claim rank {rank}, and "
                     "differ: move one of them out of the folder, or give load_run a list of the files that you mean."
                 )
             else:
@@ -217,26 +297,35 @@ def _numbered(parsed: list[tuple[Path, Trace]]) -> tuple[list[_Ranked], list[tup
     return sorted([*found.values(), *ordered], key=lambda one: one.rank), list(copies.items())
 
 
-def _is_copy(one: Trace, other: Trace) -> bool:
+def _is_copy(one: FileRead, other: FileRead) -> bool:
     """Whether two files hold the same events, to the ns: two ranks never do."""
-    mine, theirs = one.events.drop("rank"), other.events.drop("rank")
-    return len(mine) == len(theirs) > 0 and mine["start_ns"][0] == theirs["start_ns"][0] and mine.equals(theirs)
+    if one.rows != other.rows or one.rows == 0 or one.first_ns != other.first_ns:
+        return False
+    return one.trace().events.drop("rank").equals(other.trace().events.drop("rank"))
 
 
-def _run(parsed: list[tuple[Path, Trace]], others: list[tuple[Path, str]], archive: Path | None) -> Run:
-    ranks, copies = _numbered(parsed)
-    tables = [one.events() for one in ranks]
-    rows = [_rank_row(one, events) for one, events in zip(ranks, tables, strict=True)]
+def about(
+    ranks: list[Ranked], extents: list[Extent], copies: list[tuple[Path, str]], files: Files
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """`Run.ranks` and `Run.report`.
+
+    Raises
+    ------
+    RunError
+        The files are of different jobs.
+    """
+    rows = [_rank_row(one, extent) for one, extent in zip(ranks, extents, strict=True)]
     table = pl.DataFrame(rows, schema=RANKS, orient="row")
     _refuse_two_jobs(table, ranks)
     report: list[tuple[int | None, str | None, str, int, str]] = []
     for one in ranks:
-        if not one.several or one.own == one.trace.metadata["ranks"][0]:
-            report += [(None if one.several else one.rank, str(one.path), *note) for note in one.trace.notes.rows()]
+        path = str(one.file.path)
+        if not one.several or one.own == one.file.ranks[0]:
+            report += [(None if one.several else one.rank, path, *note) for note in one.file.notes.rows()]
         if one.source in ("file name", "order"):
             reason = f"the file names no rank: {one.rank} is from its {one.source}"
-            report.append((one.rank, str(one.path), "rank", 1, reason))
-    report += [(None, printable(path), "not read", 1, why) for path, why in [*copies, *others]]
+            report.append((one.rank, path, "rank", 1, reason))
+    report += [(None, printable(path), "not read", 1, why) for path, why in [*copies, *files.others]]
     world = table["world_size"].max()
     if isinstance(world, int) and world > len(ranks):
         held = {one.rank for one in ranks}
@@ -244,40 +333,31 @@ def _run(parsed: list[tuple[Path, Trace]], others: list[tuple[Path, str]], archi
         named = ", ".join(map(str, absent[:20])) + (", ..." if len(absent) > 20 else "")
         reason = f"the files speak of {world} ranks; there is none of rank {named}"
         report.append((None, None, "missing ranks", world - len(ranks), reason))
-    about = pl.DataFrame(report, schema=REPORT, orient="row")
-    if archive is not None:  # the files themselves are about to go
-        member = pl.col("path").str.split("/").list.last()
-        about = about.with_columns(
-            reason=pl.format("{}: {}", member.fill_null(""), "reason"), path=pl.lit(str(archive))
-        )
-        table = table.with_columns(path=pl.lit(str(archive)))
-    return Run(
-        EVENTS.check(pl.concat(tables)),
-        table,
-        about,
-        {one.rank: one.trace.metadata for one in ranks},
-    )
+    told = pl.DataFrame(report, schema=REPORT, orient="row")
+    if files.archive is not None:  # the files themselves are about to go
+        member, archive = pl.col("path").str.split("/").list.last(), pl.lit(str(files.archive))
+        told = told.with_columns(reason=pl.format("{}: {}", member.fill_null(""), "reason"), path=archive)
+        table = table.with_columns(path=archive)
+    return table, told
 
 
-def _rank_row(one: _Ranked, events: pl.DataFrame) -> tuple[Any, ...]:
+def _rank_row(one: Ranked, extent: Extent) -> tuple[Any, ...]:
     """A row of `RANKS`."""
-    metadata, kept = one.trace.metadata, len(events)
+    metadata, kept = one.file.metadata, extent.kept
     dropped = metadata["event_count"] - kept
     if "ranks" in metadata:  # a count for all ranks of the file, some of whose events may be several rows or none
-        lost = one.trace.notes.filter(pl.col("what").str.contains("^(dropped|unreadable)"))["count"].sum()
+        lost = one.file.notes.filter(pl.col("what").str.contains("^(dropped|unreadable)"))["count"].sum()
         dropped = lost if one.own == metadata["ranks"][0] else 0
-    end_ns = (pl.col("start_ns") + pl.col("dur_ns")).max()
-    times = events.select(pl.col("start_ns").min(), end_ns=end_ns).row(0)
-    devices = events["device"].unique().drop_nulls().sort().to_list()
     counts = (kept + dropped, kept, dropped)
-    world = world_size_of(metadata)
-    return (one.rank, str(one.path), one.source, world, *counts, *times, devices, one.path.stat().st_size)
+    world, path = world_size_of(metadata), one.file.path
+    return (one.rank, str(path), one.source, world, *counts, *extent[1:], path.stat().st_size)
 
 
-def _refuse_two_jobs(table: pl.DataFrame, ranks: list[_Ranked]) -> None:
+def _refuse_two_jobs(table: pl.DataFrame, ranks: list[Ranked]) -> None:
     """Raise if files speak of jobs that differ, or were recorded at another time: their ranks are not of one run."""
-    said = {one.path: f"{size} ranks" for one, size in zip(ranks, table["world_size"], strict=True) if size is not None}
-    groups = {one.path: f"ranks {group}" for one in ranks if (group := _default_group(one.trace.metadata))}
+    sizes = zip(ranks, table["world_size"], strict=True)
+    said = {one.file.path: f"{size} ranks" for one, size in sizes if size is not None}
+    groups = {one.file.path: f"ranks {group}" for one in ranks if (group := _default_group(one.file.metadata))}
     for facts in (said, groups):
         if len(set(facts.values())) > 1:
             shown = "; ".join(f"{path} of {fact}" for fact, path in list({v: k for k, v in facts.items()}.items())[:3])
