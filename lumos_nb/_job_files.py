@@ -1,21 +1,41 @@
-"""A job in a folder: tables of each rank's ops and edges, and the plan that is made of them."""
+"""A job in a folder: tables of each rank's ops and edges, and the plan that is made of them.
+
+All that was checked when it was written counts on what is read being the same, so every file has a checksum elsewhere:
+those of tables stand in `RANKS`, its own beside it, those of a plan in its `SEALS`. A table that has
+changed is refused. A plan that has, or that is of other tables, is made anew.
+"""
 
 from __future__ import annotations
 
+import json
+import operator
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
+from isal import isal_zlib
 from numpy.typing import NDArray
 
 from lumos_nb._replay_kernels import Int32s, Int64s, find
 from lumos_nb._replay_plan import ON_DEVICE, Plan, check_groups, check_times, check_total, step_groups
-from lumos_nb.errors import GraphError, InputError, RunError
+from lumos_nb.errors import (
+    GraphError,
+    InputError,
+    RunError,
+    SchemaError,
+    TraceError,
+    named,
+    require_kinds,
+    require_whole,
+)
 from lumos_nb.schema import EDGES, OPS, TableSchema, panics_told
+from lumos_nb.traces.export import read_table
 from lumos_nb.whole_files import whole
 
 RANKS = TableSchema(
@@ -28,6 +48,8 @@ RANKS = TableSchema(
         "step": pl.Int32(),  # its last one, not counting joins: a breakdown has them on no rank
         "on_device": pl.Boolean(),  # it has work on devices
         "total_ns": pl.Float64(),  # of its durations and lags
+        "ops_crc": pl.UInt32(),  # checksums of its files
+        "edges_crc": pl.UInt32(),
     },
     keys=("rank",),
 )
@@ -42,25 +64,40 @@ MOST = 2**31 - 1
 _ARRAYS = [field.name for field in fields(Plan) if field.name != "groups"]
 
 
+SEALS = "seals.json"
+"""Of a plan: checksums of its files and of the ranks that it is of. Written last."""
+
+_CRC = "lumos_nb_crc"
+"""Key of the Parquet file's own metadata with the checksum of `RANKS`."""
+
+
 class Files:
     """The files of a job: its folder, and what `RANKS` says of its ranks."""
 
     def __init__(self, folder: Path, ranks: pl.DataFrame) -> None:
         self.folder, self.ranks = folder, ranks
+        self._places = {rank: at for at, rank in enumerate(ranks["rank"])}
 
-    def table(self, what: str, rank: int, columns: Sequence[str] | None = None) -> pl.DataFrame:
+    def place(self, rank: int) -> int:
+        """Which row of `ranks` a rank has."""
+        is_whole = hasattr(rank, "__index__") and not isinstance(rank, bool)
+        if not is_whole or (at := self._places.get(operator.index(rank))) is None:
+            raise InputError(f"the job has no rank {rank!r:.60}; it has {len(self.ranks)}, see .ranks.")
+        return at
+
+    def table(self, what: str, rank: int, columns: list[str] | None = None) -> pl.DataFrame:
         """The "ops" of a rank, or the "edges" that lead to them."""
-        if not hasattr(rank, "__index__") or rank not in self.ranks["rank"]:
-            raise InputError(f"the job has no rank {rank!r}; it has {len(self.ranks)}, see .ranks.")
-        path = _path(self.folder, what, rank)
+        about = self.ranks.row(self.place(rank), named=True)
+        path = _path(self.folder, what, about["rank"])
+        schema = OPS if what == "ops" else EDGES_TO_RANK
+        if columns is not None:
+            schema = TableSchema(schema.name, {c: schema.columns[c] for c in columns})
         try:
-            with panics_told():
-                table = pl.read_parquet(path, columns=None if columns is None else list(columns))
-        except (OSError, pl.exceptions.PolarsError) as error:
+            if _checksum(path) != about[f"{what}_crc"]:
+                raise RunError(f"{path} has changed since the job was written: write that rank, or the job, anew.")
+            return schema.check(read_table(path, columns))
+        except (OSError, pl.exceptions.PolarsError, SchemaError, TraceError) as error:
             raise RunError(f"{path} cannot be read ({error}): write the job anew.") from error
-        if len(table) != (count := self.ranks.row(by_predicate=pl.col("rank") == rank, named=True)[what]):
-            raise RunError(f"{path} has {len(table):,} rows, but the job {count:,} {what} of that rank: write it anew.")
-        return table
 
     def begins(self, what: str) -> Int64s:
         """The first row of each rank in the whole job's "ops" or "edges", and how many rows there are."""
@@ -80,20 +117,13 @@ class Files:
     def plan(self) -> Plan:
         """The plan of the job: made once, then read from the folder as it is needed."""
         kept = self.folder / "plan"
-        if not (kept / "groups.parquet").exists():
+        if not _is_sealed(kept, self.ranks):
             plan = self._planned()
             save(kept, **{name: getattr(plan, name) for name in _ARRAYS})
-            with whole(kept / "groups.parquet") as part:
+            with whole(kept / "groups.parquet", RunError) as part:
                 plan.groups.write_parquet(part)
-        arrays = {name: load(kept, name) for name in _ARRAYS}
-        try:
-            with panics_told():
-                groups = pl.read_parquet(kept / "groups.parquet")
-        except (OSError, pl.exceptions.PolarsError) as error:
-            raise RunError(f"{kept} cannot be read ({error}): delete it, and replay the job again.") from error
-        if {*groups.columns} != {"rank", "step"} or not len(groups) == len(groups.drop_nulls()) > arrays["group"].max():
-            raise RunError(f"{kept / 'groups.parquet'} is not of this plan: delete {kept}, and replay the job again.")
-        return Plan(groups=groups, **arrays)
+            _seal(kept, self.ranks)
+        return Plan(groups=read_table(kept / "groups.parquet"), **{name: load(kept, name) for name in _ARRAYS})
 
     def _planned(self) -> Plan:
         """Numbers of the ranks' tables, read one after another, put together."""
@@ -121,6 +151,36 @@ class Files:
 
     def _op_at(self, row: int) -> dict[str, object]:
         return self.rows("ops", np.array([row], np.int32), OPS.columns).row(0, named=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When the ops of a replayed job run, and their slack, in files; `checksums` are of the part of each rank."""
+
+    checksums: tuple[int, ...]
+
+    @classmethod
+    def saved(cls, files: Files, start_ns: Int64s, slack_ns: Int64s) -> Times:
+        """Write those of all ops (n,)."""
+        save(files.folder / "replayed", start_ns=start_ns, slack_ns=slack_ns)
+        parts = (slice(a, b) for a, b in pairwise(files.begins("ops")))
+        return cls(tuple(_checksum_of_times(start_ns[part], slack_ns[part]) for part in parts))
+
+    def of(self, files: Files, rank: int) -> pl.DataFrame:
+        """The ops of a rank as they run, with `slack_ns`."""
+        ops, at, kept = files.table("ops", rank), files.place(rank), files.folder / "replayed"
+        begin = files.begins("ops")[at]
+        start_ns, slack_ns = (load(kept, name)[begin : begin + len(ops)] for name in ("start_ns", "slack_ns"))
+        if _checksum_of_times(start_ns, slack_ns) != self.checksums[at]:
+            raise RunError(f"what is in {kept} is of another replay, or has changed since: replay the job again.")
+        return ops.with_columns(
+            start_ns=start_ns, measured_start_ns=pl.col("start_ns"), slack_ns=pl.Series(slack_ns).replace(-1, None)
+        )
+
+
+def _checksum_of_times(start_ns: Int64s, slack_ns: Int64s) -> int:
+    about = [f"{array.dtype}{array.shape}".encode() for array in (start_ns, slack_ns)]
+    return isal_zlib.crc32(b"".join([*about, start_ns.tobytes(), slack_ns.tobytes()]))
 
 
 class _Ids:
@@ -166,6 +226,37 @@ def _path(folder: Path, what: str, rank: int) -> Path:
     return folder / f"{what}-{rank:05}.parquet"
 
 
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            checksum = isal_zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _checksum_of(ranks: pl.DataFrame) -> str:
+    return f"{isal_zlib.crc32(repr(ranks.rows()).encode()):08x}"
+
+
+def _seals(kept: Path, ranks: pl.DataFrame) -> dict[str, object]:
+    files = [*(f"{name}.npy" for name in _ARRAYS), "groups.parquet"]
+    return {"ranks": _checksum_of(ranks), **{file: _checksum(kept / file) for file in files}}
+
+
+def _seal(kept: Path, ranks: pl.DataFrame) -> None:
+    with whole(kept / SEALS, RunError) as part:
+        part.write_text(json.dumps(_seals(kept, ranks)))
+
+
+def _is_sealed(kept: Path, ranks: pl.DataFrame) -> bool:
+    """Whether a plan is of these ranks, and as it was written."""
+    try:
+        said = json.loads((kept / SEALS).read_bytes())
+        return bool(said == _seals(kept, ranks))
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
 def write_rank(folder: str | Path, rank: int, ops: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     """Write one rank of a job: its ops and the edges that lead to them. Workers may write one each.
 
@@ -192,16 +283,20 @@ def write_rank(folder: str | Path, rank: int, ops: pl.DataFrame, edges: pl.DataF
     GraphError
         There is no op, one is of another rank or has no duration >= 0, or an edge has no lag >= 0.
     """
-    ops, edges = OPS.check(ops), EDGES_TO_RANK.check(edges)
+    require_whole(-(2**31), 2**31 - 1, rank=rank)
+    folder, ops, edges = named(folder, RunError), OPS.check(ops), EDGES_TO_RANK.check(edges)
     total_ns = check_times(ops, edges)
     if ops.is_empty() or not (ops["rank"] == rank).all():
         raise GraphError(f"the table of rank {rank} has no op, or ops of other ranks; give those of this rank alone.")
     if edges["src_rank"].has_nulls():
         raise GraphError(f"row {edges['src_rank'].is_null().arg_max()} of the edges to rank {rank} has no src_rank.")
-    (Path(folder) / "ranks.parquet").unlink(missing_ok=True)  # no job until all is written again
+    checksums = {}
     for what, table in (("ops", ops), ("edges", edges)):
-        with whole(_path(Path(folder), what, rank)) as part:
+        path = _path(folder, what, rank)
+        with whole(path, RunError) as part:
+            (folder / "ranks.parquet").unlink(missing_ok=True)  # no job until all is written again
             table.write_parquet(part, compression="lz4")
+        checksums[f"{what}_crc"] = pl.lit(_checksum(path), pl.UInt32)
     row = ops.select(
         rank=pl.lit(rank, pl.Int32),
         ops=pl.len().cast(pl.Int64),
@@ -210,13 +305,15 @@ def write_rank(folder: str | Path, rank: int, ops: pl.DataFrame, edges: pl.DataF
         step=pl.col("step").filter(pl.col("kind") != "join").max(),
         on_device=ON_DEVICE.any(),
         total_ns=pl.lit(total_ns, pl.Float64),
+        **checksums,
     )
     return RANKS.check(row)
 
 
 def finish(folder: Path, ranks: Iterable[pl.DataFrame]) -> Files:
     """Make a job of what `write_rank` wrote and returned."""
-    table = RANKS.check(pl.concat([RANKS.empty(), *ranks]).sort("rank"))
+    require_kinds(ranks=(ranks, Iterable))
+    table = RANKS.check(pl.concat([RANKS.empty(), *map(RANKS.check, ranks)]).sort("rank"))
     if table.is_empty():
         raise GraphError("a job has at least one rank; there is none.")
     for what in ("ops", "edges"):
@@ -225,32 +322,34 @@ def finish(folder: Path, ranks: Iterable[pl.DataFrame]) -> Files:
     check_total(float(table["total_ns"].sum()))
     for made in ("plan", "replayed"):  # of what was there before
         shutil.rmtree(folder / made, ignore_errors=True)
-    with whole(folder / "ranks.parquet") as part:
-        table.write_parquet(part)
+    with whole(folder / "ranks.parquet", RunError) as part:
+        table.write_parquet(part, metadata={_CRC: _checksum_of(table)})
     return Files(folder, table)
 
 
 def found(folder: Path) -> Files:
     """The job in a folder."""
+    path = folder / "ranks.parquet"
     try:
-        with panics_told():
-            ranks = RANKS.check(pl.read_parquet(folder / "ranks.parquet"))
-    except (OSError, pl.exceptions.PolarsError) as error:
+        ranks = RANKS.check(read_table(path))
+        with panics_told(), path.open("rb") as file:  # of a path polars would take brackets for a pattern
+            crc = pl.read_parquet_metadata(file).get(_CRC)
+    except (OSError, pl.exceptions.PolarsError, SchemaError, TraceError) as error:
         raise RunError(f"{folder} has no job ({error}): save_job(graph, folder) writes one.") from error
-    if ranks.drop_nulls().height < ranks.height:
-        raise RunError(f"{folder / 'ranks.parquet'} lacks numbers of a rank: write the job anew.")
+    if crc != _checksum_of(ranks):
+        raise RunError(f"{path} has changed since the job was written: write the job anew.")
     for rank in ranks["rank"]:
         for what in ("ops", "edges"):
-            if not (path := _path(folder, what, rank)).exists():
-                raise RunError(f"{path} is missing, but the job has that rank: write the job anew.")
+            if not (file_of_rank := _path(folder, what, rank)).exists():
+                raise RunError(f"{file_of_rank} is missing, but the job has that rank: write the job anew.")
     return Files(folder, ranks)
 
 
 def save(folder: Path, **arrays: NDArray[Any]) -> None:
     """Write arrays, a file each."""
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     for name, array in arrays.items():
-        with whole(folder / f"{name}.npy") as part, part.open("wb") as file:
+        with whole(folder / f"{name}.npy", RunError) as part, part.open("wb") as file:
             np.save(file, array)
 
 
@@ -258,7 +357,17 @@ def load(folder: Path, name: str) -> NDArray[Any]:
     """An array in a file, of which only what is looked at is read; what is written to it stays in memory."""
     path = folder / f"{name}.npy"
     try:
-        array: NDArray[Any] = np.load(path, mmap_mode="c")
-    except (OSError, EOFError, ValueError) as error:
-        raise RunError(f"{path} cannot be read ({error}): delete {folder}, and replay the job again.") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # numpy warns of headers that it has to mend
+            array: NDArray[Any] = np.atleast_1d(np.lib.format.open_memmap(path, mode="c"))
+    except Exception as error:  # of a damaged file whatever numpy's headers and tokens may raise
+        raise RunError(f"{path} cannot be read ({error}): replay the job again.") from error
     return array
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be made: {error.strerror}. Give a folder that is there or can be.") from error

@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb import _job_files
-from lumos_nb._job_files import EDGES_TO_RANK, Files, write_rank
+from lumos_nb._job_files import EDGES_TO_RANK, Files, Times, write_rank
 from lumos_nb._replay_kernels import last_ops
 from lumos_nb._replay_plan import rows_of_ends
 from lumos_nb.critical_path import composition_of, path_of, slack_of, step_bounds
@@ -54,7 +54,7 @@ class Job(Shown):
     @property
     def ranks(self) -> pl.DataFrame:
         """One row a rank: how many ops and edges it has, when it starts, its last step, whether it is `on_device`."""
-        return self.files.ranks
+        return self.files.ranks.drop("ops_crc", "edges_crc")
 
     def ops_of(self, rank: int) -> pl.DataFrame:
         """The op table of a rank, as in `Graph.ops`."""
@@ -96,9 +96,9 @@ class Job(Shown):
         slack_ns = slack_of(plan, apart_ns, end, step_end)
         start_ns = np.empty_like(start)
         start_ns[plan.row] = origin_ns + start
-        _job_files.save(self.files.folder / "replayed", start_ns=start_ns, slack_ns=slack_ns)
         return ReplayedJob(
             job=self,
+            times=Times.saved(self.files, start_ns, slack_ns),
             origin_ns=origin_ns,
             step_ns=step_end - before,
             step_ends=plan.groups.with_columns(end_ns=origin_ns + end[lasts]),
@@ -117,11 +117,14 @@ class ReplayedJob(Shown):
     ----------
     job
         What was replayed.
+    times
+        When each op runs, and its slack, in files.
     origin_ns, step_ns, step_ends, makespan_ns, path, composition, composition_from_origin
         As in `Result`.
     """
 
     job: Job
+    times: Times
     origin_ns: int
     step_ns: int
     step_ends: pl.DataFrame
@@ -139,8 +142,9 @@ class ReplayedJob(Shown):
 
     def ops_of(self, rank: int) -> pl.DataFrame:
         """The ops of a rank with when they run, their slack and whether they are critical: as in `Result.ops`."""
+        ops = self.times.of(self.job.files, rank)
         path = self.path.filter(rank=rank)["op_id"]
-        return _replayed(self.job.files, rank).with_columns(critical=pl.col("op_id").is_in(path.implode()))
+        return ops.with_columns(critical=pl.col("op_id").is_in(path.implode()))
 
     def breakdown(self, *, by: str = "rank", executor: Executor | str | None = None) -> pl.DataFrame:
         """Where the step's time goes on each rank: what `ln.breakdown` says of a replayed graph.
@@ -162,14 +166,14 @@ class ReplayedJob(Shown):
         >>> save_job(graph, "job").replay().breakdown(by="phase")
         """
         files, ranks = self.job.files, self.job.ranks
-        one = partial(_broken_down, files, by, ranks.select(pl.max("step")).item(), self._first_ns())
+        one = partial(_broken_down, files, self.times, by, ranks.select(pl.max("step")).item(), self._first_ns())
         return pl.concat(spread(executor, one, ranks["rank"].to_list()))
 
     def _first_ns(self) -> int | None:
         """When the first op on a rank's own lanes starts: mostly one of the first rank does so at the origin."""
         earliest: int | None = None
         for rank in self.job.ranks["rank"]:
-            own = _replayed(self.job.files, rank).filter(pl.col("kind") != "join")
+            own = self.times.of(self.job.files, rank).filter(pl.col("kind") != "join")
             starts_ns = [*own.select(pl.min("start_ns")).to_series().drop_nulls()]
             earliest = min(starts_ns if earliest is None else [*starts_ns, earliest], default=None)
             if earliest == self.origin_ns:
@@ -177,20 +181,8 @@ class ReplayedJob(Shown):
         return earliest
 
 
-def _replayed(files: Files, rank: int) -> pl.DataFrame:
-    """The ops of a rank as they run, with `slack_ns`."""
-    ops = files.table("ops", rank)
-    begin = files.begins("ops")[files.ranks["rank"].search_sorted(rank)]
-    start_ns, slack_ns = (
-        _job_files.load(files.folder / "replayed", name)[begin : begin + len(ops)] for name in ("start_ns", "slack_ns")
-    )
-    return ops.with_columns(
-        start_ns=start_ns, measured_start_ns=pl.col("start_ns"), slack_ns=pl.Series(slack_ns).replace(-1, None)
-    )
-
-
-def _broken_down(files: Files, by: str, step: int, begin_ns: int | None, rank: int) -> pl.DataFrame:
-    return breakdown_of(_replayed(files, rank), by, last_step=step, begin_ns=begin_ns)
+def _broken_down(files: Files, times: Times, by: str, step: int, begin_ns: int | None, rank: int) -> pl.DataFrame:
+    return breakdown_of(times.of(files, rank), by, last_step=step, begin_ns=begin_ns)
 
 
 def finish_job(folder: str | Path, ranks: Iterable[pl.DataFrame]) -> Job:
@@ -203,7 +195,7 @@ def finish_job(folder: str | Path, ranks: Iterable[pl.DataFrame]) -> Job:
     GraphError
         There is no rank, or there are more ops or edges, or longer ones, than can be numbered.
     """
-    return Job(_job_files.finish(Path(folder), ranks))
+    return Job(_job_files.finish(named(folder, RunError), ranks))
 
 
 def open_job(folder: str | Path) -> Job:
@@ -212,7 +204,7 @@ def open_job(folder: str | Path) -> Job:
     Raises
     ------
     RunError
-        The folder has no job, or one of which a file is missing.
+        The folder has no job, or one of which a file is missing or has changed since it was written.
 
     Examples
     --------
@@ -247,10 +239,7 @@ def save_job(graph: Graph, folder: str | Path) -> Job:
     if ops["rank"].has_nulls():
         raise GraphError(f"row {ops['rank'].is_null().arg_max()} of the ops has no rank; a job has its ops by rank.")
     folder = named(folder, RunError)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{folder} cannot be made: {error.strerror}. Give a folder that is there or can be.") from error
+    _job_files.make_folder(folder)
     src, dst = rows_of_ends(ops, edges)
     edges = edges.with_columns(src_rank=ops["rank"].gather(src), dst_rank=ops["rank"].gather(dst))
     return finish_job(

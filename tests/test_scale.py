@@ -3,6 +3,7 @@
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import cycle
 from multiprocessing import get_context
 
 import numpy as np
@@ -14,6 +15,7 @@ from polars.testing import assert_frame_equal
 
 import lumos_nb as ln
 from benchmarks import made_up_job
+from lumos_nb import _job_files
 from lumos_nb._job_files import EDGES_TO_RANK, write_rank
 from lumos_nb.errors import GraphError, InputError, RunError, SchemaError
 from lumos_nb.graph import Graph
@@ -157,7 +159,7 @@ def test_any_graph_gives_the_same_as_a_job(tmp_path_factory, graph):
     if refusal := refused(lambda: ln.breakdown(ln.replay(by_rank(graph)))):
         assert refused(lambda: job.replay().breakdown()) == refusal
     else:
-        assert_same(job.replay(), by_rank(graph))
+        assert_same(ln.open_job(folder).replay(), by_rank(graph))
     shutil.rmtree(folder)
 
 
@@ -232,25 +234,148 @@ def test_tables_that_cannot_be_a_rank_are_named(tmp_path):
         ln.save_job(Graph(one_rank(rank=None), EDGES.empty(), step=0), tmp_path)
 
 
-def test_damaged_jobs_are_named(tmp_path):
+@pytest.fixture
+def small(tmp_path):
+    """A job of two ranks in a folder whose name polars would take for a pattern, planned and replayed."""
+    folder = tmp_path / "job [1]"
+    folder.mkdir()
+    ranks = [
+        write_rank(folder, 0, one_rank(), EDGES_TO_RANK.empty()),
+        write_rank(folder, 3, one_rank(3, step=[0, 0], op_id=[7, 8], dur_ns=[5, 6]), edge(src_rank=3, dst=8)),
+    ]
+    job = finish_job(folder, ranks)
+    assert job.replay().step_ns == 11
+    return folder
+
+
+OTHER_TABLES = {
+    "another type": lambda frame: frame.with_columns(pl.all().cast(pl.String)),
+    "a column less": lambda frame: frame.select(frame.columns[1:]),
+    "another order": lambda frame: frame.reverse(),
+    "rows twice": lambda frame: pl.concat([frame, frame]),
+    "no rows": lambda frame: frame.clear(),
+    "negative numbers": lambda frame: frame.with_columns(pl.col(pl.Int64) * -1),
+    "missing numbers": lambda frame: frame.with_columns(pl.lit(None, pl.Int64).alias(frame.columns[0])),
+    "huge numbers": lambda frame: frame.with_columns(pl.lit(2**62).alias(frame.columns[-1])),
+}
+
+
+@pytest.mark.parametrize("name", ["ranks", "ops-00003", "edges-00003"])
+@pytest.mark.parametrize("how", OTHER_TABLES)
+def test_tables_that_are_not_those_that_were_written_are_named(small, name, how):
+    path = small / f"{name}.parquet"
+    frame = pl.read_parquet(path.read_bytes())
+    changed = OTHER_TABLES[how](frame)
+    changed.write_parquet(path, metadata={"lumos_nb_crc": "0"})
+    if name != "ranks" or how not in ("another type", "a column less", "rows twice", "missing numbers", "huge numbers"):
+        says = rf"{name}\.parquet has changed since the job was written"
+    else:
+        says = "has no job .*rank table"
+    with pytest.raises(RunError, match=says):
+        whole(ln.open_job(small))
+    (small / "plan" / "row.npy").unlink()
+    with pytest.raises(RunError, match=says):
+        ln.open_job(small).replay()
+
+
+def test_a_table_with_another_schema_is_named_though_its_checksum_is_right(small):
+    """What another version may have written."""
+    job = ln.open_job(small)
+    path = small / "ops-00003.parquet"
+    pl.read_parquet(path.read_bytes()).drop("phase").write_parquet(path)
+    crc = pl.lit(_job_files._checksum(path), pl.UInt32)
+    job.files.ranks = job.ranks.with_columns(ops_crc=crc, edges_crc=crc)
+    with pytest.raises(RunError, match=r"ops-00003\.parquet cannot be read \(op table lacks column\(s\) phase"):
+        job.ops_of(3)
+
+
+@pytest.mark.parametrize("rank", ["x", -1, True, 1.0, 2**70, None, 4, np.float64(3)])
+def test_a_rank_that_the_job_has_not_is_named(small, rank):
+    job = ln.open_job(small)
+    for asked in (job.ops_of, job.edges_to, job.replay().ops_of):
+        with pytest.raises(InputError, match=r"the job has no rank .*it has 2, see"):
+            asked(rank)
+    assert job.ops_of(np.int32(3)).height == 2
+
+
+def test_a_plan_that_has_changed_is_made_anew(small):
+    expected = ln.open_job(small).replay()
+    files = sorted((small / "plan").iterdir())
+    assert len(files) == 10
+    for path, how in zip(files, cycle(["nothing", "another", "a bit"]), strict=False):
+        sound = path.read_bytes()
+        path.unlink()
+        if how != "nothing":
+            path.write_bytes(b"[" * 10_000 if how == "another" else sound[:-1] + bytes([sound[-1] ^ 1]))
+        assert_frame_equal(ln.open_job(small).replay().path, expected.path)
+        assert path.read_bytes() == sound
+
+
+NPY = "{{'descr': '{}', 'fortran_order': False, 'shape': {}, }}"
+
+
+def npy(about: str, body: bytes = b"") -> bytes:
+    return b"\x93NUMPY\x01\x00v\x00" + about.ljust(117).encode() + b"\n" + body
+
+
+OTHER_ARRAYS = {
+    "none": b"",
+    "cut": npy(NPY.format("<i8", "(3,)"), bytes(23)),
+    "another type": npy(NPY.format("<f8", "(3,)"), bytes(24)),
+    "one number": npy(NPY.format("<i8", "()"), bytes(8)),
+    "a table": npy(NPY.format("<i8", "(3, 1)"), bytes(24)),
+    "other numbers": npy(NPY.format("<i8", "(3,)"), b"\1" * 24),
+    "endless": npy(NPY.format("<i8", "(999999999999999,)"), bytes(24)),
+    "objects": npy(NPY.format("|O", "(3,)"), bytes(24)),
+    "broken": npy("{'descr': ("),
+    "mended": npy(NPY.format("<i8", "(3L,)"), bytes(24)),
+    "an archive": b"PK\x03\x04" + bytes(50),
+}
+
+
+@pytest.mark.parametrize("name", ["start_ns", "slack_ns"])
+@pytest.mark.parametrize("how", OTHER_ARRAYS)
+def test_times_that_have_changed_since_the_replay_are_named(small, name, how):
+    result = ln.open_job(small).replay()
+    (small / "replayed" / f"{name}.npy").write_bytes(OTHER_ARRAYS[how])
+    for asked in (result.breakdown, lambda: result.ops_of(3)):
+        with pytest.raises(RunError, match=rf"{name}\.npy cannot be read|is of another replay, or has changed"):
+            asked()
+
+
+def test_a_replay_does_not_take_the_times_of_a_later_one_for_its_own(small):
+    result = ln.open_job(small).replay()
+    finish_job(small, [write_rank(small, 0, one_rank(dur_ns=9), EDGES_TO_RANK.empty())]).replay()
+    with pytest.raises(RunError, match=r"has changed|of another replay"):
+        result.breakdown()
+
+
+def test_a_folder_that_cannot_hold_a_plan_is_named(small):
+    shutil.rmtree(small / "plan")
+    (small / "plan").write_text("")
+    with pytest.raises(RunError, match="plan cannot be made: "):
+        ln.open_job(small).replay()
+
+
+def test_a_job_that_lacks_files_is_named(tmp_path):
     with pytest.raises(RunError, match="has no job"):
         ln.open_job(tmp_path)
-    job = finish_job(tmp_path, [write_rank(tmp_path, 0, one_rank(), EDGES_TO_RANK.empty())])
-    assert job.replay().step_ns == 5
-    with pytest.raises(InputError, match="no rank 4"):
-        job.ops_of(4)
-    (tmp_path / "plan" / "src.npy").write_bytes(b"")
-    with pytest.raises(RunError, match=r"src\.npy cannot be read"):
-        ln.open_job(tmp_path).replay()
-    one_rank().clear().write_parquet(tmp_path / "ops-00000.parquet")
-    with pytest.raises(RunError, match="has 0 rows, but the job 1 ops"):
-        ln.open_job(tmp_path).ops_of(0)
-    (tmp_path / "ops-00000.parquet").write_bytes(b"no table")
-    with pytest.raises(RunError, match=r"ops-00000\.parquet cannot be read"):
-        ln.open_job(tmp_path).ops_of(0)
+    finish_job(tmp_path, [write_rank(tmp_path, 0, one_rank(), EDGES_TO_RANK.empty())])
     (tmp_path / "edges-00000.parquet").unlink()
     with pytest.raises(RunError, match=r"edges-00000\.parquet is missing"):
         ln.open_job(tmp_path)
+
+
+@pytest.mark.parametrize("rank", ["x", True, 2**40, None])
+def test_a_rank_that_none_can_have_is_not_written(tmp_path, rank):
+    with pytest.raises(InputError, match="give a whole number"):
+        write_rank(tmp_path, rank, one_rank(), EDGES_TO_RANK.empty())
+
+
+@pytest.mark.parametrize("ranks", [5, None, [one_rank()], ["x"]])
+def test_what_no_rank_returned_is_no_job(tmp_path, ranks):
+    with pytest.raises((InputError, SchemaError), match=r"give a Iterable|rank table"):
+        finish_job(tmp_path, ranks)
 
 
 def test_a_job_that_is_written_again_is_planned_again(tmp_path):
@@ -284,7 +409,7 @@ def test_jitter_is_as_stated(gpt3, job):
     )
 
 
-def test_names_and_plans_that_are_none_of_a_job_are_errors(tmp_path):
+def test_names_that_are_none_of_a_job_are_errors(tmp_path):
     graph = ln.build_graph(ln.load_run(ln.datasets.path("gpt-ddp")), step=3)
     (tmp_path / "file").write_text("")
     for name in ("\0", "file", "file/under"):
@@ -292,9 +417,3 @@ def test_names_and_plans_that_are_none_of_a_job_are_errors(tmp_path):
             ln.save_job(graph, name if name == "\0" else tmp_path / name)
     with pytest.raises((RunError, InputError)):
         ln.open_job(None)
-    job = ln.save_job(graph, tmp_path / "job")
-    job.replay()
-    kept = tmp_path / "job" / "plan" / "groups.parquet"
-    pl.read_parquet(kept)[:0].write_parquet(kept)
-    with pytest.raises((RunError, InputError), match="is not of this plan"):
-        ln.open_job(tmp_path / "job").replay()

@@ -25,8 +25,8 @@ def write_table(table: pl.DataFrame, path: Path) -> None:
         table.write_parquet(file)
 
 
-def read_table(path: Path) -> pl.DataFrame:
-    """Read Parquet of just this path: of brackets in it polars would make a pattern.
+def read_table(path: Path, columns: list[str] | None = None) -> pl.DataFrame:
+    """Read Parquet of just this path, or some of its columns: of brackets in it polars would make a pattern.
 
     Raises
     ------
@@ -39,7 +39,7 @@ def read_table(path: Path) -> pl.DataFrame:
         rows, width = pl.scan_parquet(file).select(pl.len()).collect().item(), len(pl.read_parquet_schema(file))
         check_unpacked(path, path.stat().st_size, 8 * rows * width)
         file.seek(0)
-        return pl.read_parquet(file)
+        return pl.read_parquet(file, columns=columns)
 
 
 class Tables(Shown):
