@@ -1,7 +1,8 @@
 """Damaged files before every reader: a result or one of our own errors, in bounded time and memory, and nothing left.
 
 `make soak` puts 100,000 files before each reader of `tests.soak_readers`, goes on where it was ended with the readers
-whose modules have not changed since, and writes what came of them to `benchmarks/results.json`. `python -m tests.soak
+whose modules have not changed since, and writes what came of them to `benchmarks/results.json`, with a hash of the
+sources that they are of: what is there of these sources is not done again. `python -m tests.soak
 --reader "Kineto JSON" --inputs 2000` puts some before one; `--show 1234` writes a file to standard output and says what
 comes of it.
 
@@ -29,7 +30,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -47,6 +47,9 @@ UNPACKED_BYTES = 4 << 20
 
 ADDRESSES = 6 << 30
 """More than these a process does not get beyond what it has when a reader begins: what takes all memory dies alone."""
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""A folder in memory, where there is one: files are synced to the disk, which takes longer than they do."""
 
 CHUNK, INPUTS, SEED, BY_HAND = 2_000, 100_000, 0, -1
 _NONE = 2**64 - 1
@@ -184,7 +187,7 @@ def serve() -> None:
     os.dup2(2, 1)  # what a reader prints is no answer
     with (
         os.fdopen(own, "w") as answers,
-        tempfile.TemporaryDirectory(prefix="soak-") as folder,
+        tempfile.TemporaryDirectory(prefix="soak-", dir=MEMORY) as folder,
         open(sys.argv[2], "r+b") as shared,
     ):
         bench, at = Bench(Path(folder)), mmap.mmap(shared.fileno(), 8)
@@ -293,46 +296,25 @@ def merged(parts: list[Counts]) -> Counts:
     return together | {what: max((p.get(what, 0.0) for p in parts), default=0.0) for what in ("slowest_s", "peak_mib")}
 
 
-@cache
-def _imports() -> Any:
-    import grimp
-
-    return grimp.build_graph("lumos_nb")
-
-
-def modules(name: str) -> set[Path]:
-    """Files of the modules that a reader runs, and of all that these import."""
-    called = {f"lumos_nb.{module}" for module in _reader(name).runs.split()}
-    found = called.union(*map(_imports().find_upstream_modules, called))
-    paths = [ROOT / module.replace(".", "/") for module in found]
-    packages = {
-        parent / "__init__.py" for path in paths for parent in path.parents if ROOT / "lumos_nb" in parent.parents
-    }
-    return packages | {path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in paths}
-
-
-def _sources(name: str) -> str:
-    """A hash of what a reader runs, and of what damages files."""
-    digest = blake2b(digest_size=4)
-    tests = [Path(__file__), *Path(__file__).parent.glob("soak_*.py"), Path(__file__).with_name("mutations.py")]
-    for file in [*sorted(modules(name)), *sorted(tests)]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+def _most(name: str, inputs: int) -> int:
+    return max(1, inputs // int(_reader(name).every))
 
 
 class Tally:
     """Counts by reader, kept on disk a chunk at a time, so that what was ended goes on while its modules stay."""
 
     def __init__(self, names: list[str], seed: int, inputs: int) -> None:
+        from tests.soak_rows import sources
+
         self.file, self.seed, self.lock = KEPT / f"{seed}.json", seed, threading.Lock()
         KEPT.mkdir(parents=True, exist_ok=True)
         self.kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.tasks: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
         for name in names:
-            sources = _sources(name)
-            if self.kept.get(name, {}).get("sources") != sources:
-                self.kept[name] = {"sources": sources, "chunks": {}}
-            most = max(1, inputs // _reader(name).every)
+            of = sources(name)
+            if self.kept.get(name, {}).get("sources") != of:
+                self.kept[name] = {"sources": of, "chunks": {}}
+            most = _most(name, inputs)
             for begin in range(0, most, CHUNK):
                 end = min(begin + CHUNK, most)
                 if self.kept[name]["chunks"].get(str(begin), {}).get("inputs") != end - begin:
@@ -378,20 +360,6 @@ def lines(tally: Tally, names: list[str]) -> Iterator[str]:
         yield f"{name:28}" + "".join(f"{cell:12,.0f}" for cell in [*cells, counts["peak_mib"]])
 
 
-def record_rows(tally: Tally, names: list[str]) -> None:
-    """Write the counts where documents quote them from."""
-    from benchmarks.rows import RESULTS, Row, record
-
-    rows = []
-    for name in names:
-        counts = tally.counts(name)
-        came = ", ".join(f"{counts[what]:,} {what}" for what in OUTCOMES)
-        note = f"of {counts['inputs']:,} files {came}; {counts['slowest_s'] * 1e3:.0f} ms at most"
-        note += f", {counts['peak_mib']:.0f} MiB more at most"
-        rows.append(Row(f"soak/{name}", counts["escapes"], "escapes", target="<= 0", note=note))
-    record(RESULTS, rows)
-
-
 def show(name: str, seed: int, i: int) -> None:
     """Write file `i` of a reader to standard output, and what comes of it to standard error."""
     with tempfile.TemporaryDirectory() as folder:
@@ -406,6 +374,7 @@ def show(name: str, seed: int, i: int) -> None:
 def main(argv: list[str]) -> int:
     """See the module; 1 if anything escaped."""
     from tests.soak_readers import READERS
+    from tests.soak_rows import record_counts, recorded
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reader", action="append", choices=READERS, help="one of them (all)")
@@ -420,6 +389,10 @@ def main(argv: list[str]) -> int:
         show(names[0], given.seed, given.show)
         return 0
     begun = time.monotonic()
+    if given.record:
+        done = recorded({name: _most(name, given.inputs) for name in names})
+        say(f"{len(done)} of {len(names)} readers are recorded of the same sources")
+        names = [name for name in names if name not in done]
     tally = Tally(names, given.seed, given.inputs)
     workers = [threading.Thread(target=tally.work) for _ in range(given.processes)]
     for worker in workers:
@@ -428,7 +401,7 @@ def main(argv: list[str]) -> int:
         worker.join()
     say(*lines(tally, names), f"{(time.monotonic() - begun) / 60:.1f} minutes")
     if given.record:
-        record_rows(tally, names)
+        record_counts({name: tally.counts(name) for name in names}, OUTCOMES)
     return int(any(tally.counts(name)["escapes"] for name in names))
 
 

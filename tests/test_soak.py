@@ -16,10 +16,12 @@ import pytest
 
 from lumos_nb.errors import LumosError
 from lumos_nb.schema import panics_told
+from tests import soak_rows
 from tests.mutations import tar_of
-from tests.soak import BY_HAND, MOST_WALL_S, ROOT, SEED, Process, damaged, modules
+from tests.soak import BY_HAND, MOST_WALL_S, ROOT, SEED, Process, damaged
 from tests.soak_extremes import extremes
 from tests.soak_readers import FAULTY, READERS
+from tests.soak_rows import modules
 
 INPUTS = 2_000
 
@@ -124,6 +126,19 @@ def test_a_reader_runs_the_modules_on_which_its_counts_depend(tmp_path: Path, na
     own = {Path(file) for file in ran if file.startswith(str(ROOT / "lumos_nb"))}
     assert own
     assert own <= modules(name)
+
+
+def test_what_is_recorded_of_the_same_sources_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak_rows, "RESULTS", tmp_path / "results.json")
+    came = {"accepted": 3, "escapes": 0, "inputs": 3, "slowest_s": 0.1, "peak_mib": 2.0}
+    soak_rows.record_counts({"ledger": came, "calibration": came}, ("accepted",))
+    soak_rows.record_counts({"calibration": came | {"inputs": 4}}, ("accepted",))
+    assert soak_rows.recorded({"ledger": 3, "calibration": 4, "capture.json": 1}) == {"ledger", "calibration"}
+    assert soak_rows.recorded({"ledger": 4, "calibration": 3}) == {"calibration"}
+    monkeypatch.setattr(soak_rows, "sources", lambda name: f"of {name}, changed")
+    assert soak_rows.recorded({"ledger": 1, "calibration": 1}) == set()
 
 
 @pytest.fixture(scope="module")
