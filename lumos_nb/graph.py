@@ -220,7 +220,7 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     shared = Shared.of(step, comm, times, recording.world_size, recording.filled, cuda=is_cuda(recording.ops))
     rows, edges, sizes, report = rows_and_edges(recording.ops, waits, shared)
     report = pl.concat([recording.report, report])
-    return replace(_finished(rows, edges, step, report, sizes), filled=recording.filled, run=recording.run)
+    return replace(finished(rows, edges, step, report, sizes), filled=recording.filled, run=recording.run)
 
 
 def is_cuda(ops: pl.DataFrame) -> bool:
@@ -261,13 +261,16 @@ def rows_and_edges(
     rows, edges, notes = _rows_and_edges(ops, waits, queue, shared)
     rows, edges = measure.in_issue_order(rows, edges)
     rows, edges = measure.add_lags(measure.settle(rows, edges), edges)
-    return rows, edges, sizes, pl.concat([notes, _evidence(rows, edges)])
+    return rows, edges, sizes, pl.concat([notes, measure.evidence(rows, edges)])
 
 
 def _rows_and_edges(
     ops: pl.DataFrame, waits: pl.DataFrame, queue: pl.DataFrame, shared: Shared
 ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    step, origin_ns, joins = shared.step, shared.origin_ns, shared.joins
+    step, origin_ns = shared.step, shared.origin_ns
+    ops, waits = lanes.in_numbers(ops, waits)
+    named = {column: ops.schema[column] for column in ("lane", "kind")}
+    joins = shared.joins.cast(named)
     here = ops.filter(pl.col("step") == step)
     calls = here.filter(~lanes.ON_STREAM)
     full_queue = queue.filter("full")["op_id"]
@@ -280,7 +283,7 @@ def _rows_and_edges(
     backlog = lanes.backlog_rows(ops, waits["target"], step, origin_ns)
     started = pl.concat([engine_edges["dst"], wake_edges["dst"]])
     leads = lanes.lead_rows(hosts, started, step, origin_ns)
-    begins = lanes.start_rows(shared.starts, step, origin_ns)
+    begins = lanes.start_rows(shared.starts, step, origin_ns).cast(named)
     rows = pl.concat([hosts, streams, joins, backlog, leads, begins], how="diagonal_relaxed").with_columns(
         pl.col("ago").fill_null(0)
     )
@@ -310,65 +313,19 @@ def _rows_and_edges(
     return rows, edges, repairs.counted("transfers estimated", comm, detail)
 
 
-def _evidence(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
-    """Links by rule and evidence, with the waiting time that hangs on each; and the delays that hang on nothing.
-
-    The time between a row and the one before it on its lane hangs on the edge that was satisfied last.
-    """
-    end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    placed = rows.select("rank", "lane", "kind", "start_ns", end_ns=end_ns).with_row_index("row")
-    placed = placed.filter((pl.col("kind") != "boundary") & (pl.col("lane") != "net"))
-    placed = placed.sort("rank", "lane", "start_ns", maintain_order=True)
-    gap_ns = placed.select(pl.col("start_ns") - pl.col("end_ns").shift(1).over("rank", "lane")).to_series()
-    waited = pl.zeros(rows.height, pl.Int64, eager=True).scatter(placed["row"], gap_ns.fill_null(0).clip(0))
-    sources = rows.select(from_start_ns="start_ns", from_end_ns=end_ns)
-    tied = edges.hstack(sources[edges["src"]]).with_columns(
-        ready_ns=pl.when("from_start").then("from_start_ns").otherwise("from_end_ns") + pl.col("lag_ns")
-    )
-    last = tied.sort("ready_ns", pl.col("rule").is_in(["thread", "stream"]).not_(), maintain_order=True).unique(
-        "dst", keep="last"
-    )
-    hanging = last.with_columns(waited_ns=waited.gather(last["dst"]))
-    hanging = hanging.group_by("rule", "evidence").agg(pl.col("waited_ns").sum())
-    links = (
-        edges.group_by("rule", "evidence")
-        .len()
-        .join(hanging, on=["rule", "evidence"], how="left")
-        .sort("rule", "evidence")
-    )
-    delays = rows.filter(pl.col("kind") == "unexplained").select(
-        what=pl.lit("explained by nothing"),
-        rank=pl.lit(None, pl.Int32),
-        count=pl.len().cast(pl.Int64),
-        time_ns=pl.col("dur_ns").sum(),
-        detail=pl.lit("rows of kind unexplained"),
-    )
-    return pl.concat(
-        [
-            links.select(
-                what=pl.format("edges of rule {}", "rule"),
-                rank=pl.lit(None, pl.Int32),
-                count=pl.col("len").cast(pl.Int64),
-                time_ns=pl.col("waited_ns").fill_null(0),
-                detail=pl.format("evidence: {}", "evidence"),
-            ),
-            delays.head(1),
-        ]
-    )
-
-
 KEPT = ("site", "nth", "of", "call_name", "match", "ago", "operator", "operator_id")
 """Columns of a graph's ops beyond the schema: `site` and `nth` (of `of`) name an op in any step and rank; `ago` is how
 many steps earlier a boundary op was launched, 0 for others; `operator` (event `operator_id` of its rank) is the
 innermost one with shapes around a launch, also of the work that it launches."""
 
 
-def _finished(
+def finished(
     rows: pl.DataFrame, edges: pl.DataFrame, step: int, report: pl.DataFrame, queue_sizes: Mapping[int, int]
 ) -> Graph:
-    edges = edges.with_columns(pl.col("src", "dst").cast(pl.Int64)).sort("src", "dst")
+    """A graph of these rows, whose ops are their places, and of edges between places."""
+    edges = edges.select(pl.col(c).cast(t) for c, t in EDGES.columns.items()).sort("src", "dst")
     numbered = rows.with_columns(op_id=pl.int_range(pl.len(), dtype=pl.Int64))
     ops = numbered.with_columns(phase=pl.col("phase").fill_null("other")).select(
         *(pl.col(c).cast(t) for c, t in OPS.columns.items()), *KEPT
     )
-    return Graph(OPS.check(ops), EDGES.check(edges).select(list(EDGES.columns)), step, report, queue_sizes)
+    return Graph(OPS.check(ops), EDGES.check(edges), step, report, queue_sizes)

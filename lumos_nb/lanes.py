@@ -8,7 +8,7 @@ import polars as pl
 
 from lumos_nb.calls import BLOCKING_COPIES, HOST_COLLECTIVE
 from lumos_nb.repairs import counted
-from lumos_nb.schema import DEVICE_KINDS
+from lumos_nb.schema import DEVICE_KINDS, EVIDENCE, OP_KINDS
 
 ROLES = ARRIVAL, OWN, BLOCKED, WAIT_POINT, RECORD_POINT, DELAY, BACKLOG, ENGINE_RETURN, ABSENT_PEERS = tuple(range(9))
 """Roles of the rows that one raw op becomes: row id = 9 x raw op id + role. Joins have ids below 0, leads far below."""
@@ -27,6 +27,34 @@ ABSENT = "waiting for ranks without a trace"
 
 TRANSFER_QUANTILE = 0.1
 """Where ranks are missing, the transfer of a collective is this quantile of the equal calls of its rank."""
+
+
+RULES = pl.Enum(
+    [
+        "launch",
+        "stream",
+        "queue",
+        "wake",
+        "thread",
+        "autograd",
+        "issue",
+        "event",
+        "sync",
+        "collective",
+        "boundary",
+        "delay",
+    ]
+)
+"""Rules of edges while a graph is made."""
+
+EVIDENCES, KINDS = pl.Enum(EVIDENCE), pl.Enum(OP_KINDS)
+
+
+def in_numbers(ops: pl.DataFrame, waits: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Raw ops and waits with lanes and kinds as numbers, in the order of names: cheaper to sort and to compare."""
+    named = pl.concat([ops["lane"], waits["lane"], waits["record_lane"], pl.Series(["net"])])
+    lane = pl.Enum(named.drop_nulls().unique().sort())
+    return ops.cast({"lane": lane, "kind": KINDS}), waits.cast({"lane": lane, "record_lane": lane})
 
 
 def row_id(raw: str, role: int) -> pl.Expr:
@@ -107,7 +135,7 @@ def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series, usu
     arrivals = _arrivals(plain.filter("blocks"))
     blocked = rows.filter(host_wait).with_columns(
         id=row_id("op_id", BLOCKED),
-        kind=pl.when(pl.col("call") == "free").then(pl.lit("alloc")).otherwise(pl.lit("wait")),
+        kind=pl.when(pl.col("call") == "free").then(pl.lit("alloc", KINDS)).otherwise(pl.lit("wait", KINDS)),
         from_ns=pl.when(issue).then(pl.col("from_ns") + short).otherwise("from_ns"),
         blocks=pl.lit(value=True),
     )
@@ -149,7 +177,7 @@ def _arrivals(comm: pl.DataFrame) -> pl.DataFrame:
     """The zero-length rows at which a rank arrives at its collectives."""
     return comm.with_columns(
         id=row_id("op_id", ARRIVAL),
-        kind=pl.lit("event"),
+        kind=pl.lit("event", KINDS),
         name=pl.lit("arrival"),
         dur_ns=pl.lit(0, pl.Int64),
         to_ns="from_ns",
@@ -160,7 +188,7 @@ def _arrivals(comm: pl.DataFrame) -> pl.DataFrame:
 def _event_points(waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     """Zero-length rows on stream lanes: a wait where a stream waits, and a record on the stream that it waits for."""
     about = calls.select("op_id", "step", "parent", "phase", "thread", "call_name", "site", "nth", call_ns="start_ns")
-    device = pl.col("lane").str.extract(r"^gpu(-?\d+):").cast(pl.Int32)
+    device = pl.col("lane").cast(pl.String).str.extract(r"^gpu(-?\d+):").cast(pl.Int32)
     stream_waits = waits.filter(pl.col("lane").is_not_null()).join(about, on="op_id")
     waiting = stream_waits.unique("op_id", maintain_order=True).with_columns(
         id=row_id("op_id", WAIT_POINT), name=pl.lit("wait"), issue_ns="call_ns"
@@ -184,7 +212,7 @@ def _event_points(waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         "nth",
         "issue_ns",
         device=device,
-        kind=pl.lit("event"),
+        kind=pl.lit("event", KINDS),
         dur_ns=pl.lit(0, pl.Int64),
         blocks=pl.lit(value=True),
         start_ns="issue_ns",
@@ -242,7 +270,7 @@ def absent_peers(
     # One of no length as well: that a step did not wait is not to be known from its rows when others predict it.
     waiting = partial.filter(~copied).with_columns(
         id=in_role("id", ABSENT_PEERS),
-        kind=pl.lit("unexplained"),
+        kind=pl.lit("unexplained", KINDS),
         name=pl.lit(ABSENT),
         start_ns="from_ns",
         to_ns="begin_ns",
@@ -333,7 +361,7 @@ def join_rows(comm: pl.DataFrame, filled: Iterable[int] = ()) -> pl.DataFrame:
         "traced",
         id=-1 - pl.col("match"),
         lane=pl.lit("net"),
-        kind=pl.lit("join"),
+        kind=pl.lit("join", KINDS),
         name=pl.format("{} of {} ranks", "collective", "members"),
         start_ns="from_ns",
         from_ns="from_ns",
@@ -363,7 +391,7 @@ def backlog_rows(ops: pl.DataFrame, awaited: pl.Series, step: int, origin_ns: in
     )
     return kept.with_columns(
         id=row_id("op_id", BACKLOG),
-        kind=pl.lit("boundary"),
+        kind=pl.lit("boundary", KINDS),
         step=pl.lit(step - 1, pl.Int32),
         from_ns=pl.lit(origin_ns, pl.Int64),
         start_ns=pl.lit(origin_ns, pl.Int64),
@@ -384,7 +412,7 @@ def lead_rows(hosts: pl.DataFrame, started: pl.Series, step: int, origin_ns: int
         "rank",
         "lane",
         id=LEAD_ID - pl.int_range(pl.len(), dtype=pl.Int64),
-        kind=pl.lit("boundary"),
+        kind=pl.lit("boundary", KINDS),
         name=pl.lit("host lead"),
         step=pl.lit(step, pl.Int32),
         start_ns=pl.lit(origin_ns, pl.Int64),
@@ -402,7 +430,7 @@ def start_rows(starts: pl.DataFrame, step: int, origin_ns: int) -> pl.DataFrame:
         "rank",
         "device",
         id=2 * LEAD_ID - pl.int_range(pl.len(), dtype=pl.Int64),
-        kind=pl.lit("boundary"),
+        kind=pl.lit("boundary", KINDS),
         name=pl.lit("step start"),
         lane=pl.lit("net"),
         step=pl.lit(step - 1, pl.Int32),

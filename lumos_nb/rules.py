@@ -11,9 +11,12 @@ from lumos_nb.lanes import (
     BACKLOG,
     BLOCKED,
     ENGINE_RETURN,
+    EVIDENCES,
+    KINDS,
     ORIGINAL,
     OWN,
     RECORD_POINT,
+    RULES,
     WAIT_POINT,
     has_role,
     in_role,
@@ -38,9 +41,9 @@ MIN_QUEUE = 128
 def _edges(
     frame: pl.DataFrame, rule: str, evidence: str | pl.Expr = "exact", *, hard: bool | pl.Expr = True
 ) -> pl.DataFrame:
-    shown = pl.lit(evidence) if isinstance(evidence, str) else evidence
+    shown = pl.lit(evidence, EVIDENCES) if isinstance(evidence, str) else evidence.cast(EVIDENCES)
     firm = pl.lit(hard) if isinstance(hard, bool) else hard
-    return frame.select("src", "dst", rule=pl.lit(rule), evidence=shown, hard=firm).filter(
+    return frame.select("src", "dst", rule=pl.lit(rule, RULES), evidence=shown, hard=firm).filter(
         pl.col("src").is_not_null() & pl.col("dst").is_not_null() & (pl.col("src") != pl.col("dst"))
     )
 
@@ -229,7 +232,7 @@ def engine(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     )
     after = kept.filter(spanning).with_columns(
         id=in_role("id", ENGINE_RETURN),
-        kind=pl.lit("wait"),
+        kind=pl.lit("wait", KINDS),
         name=pl.lit("backward"),
         from_ns="begin_ns",
         blocks=pl.lit(value=True),
