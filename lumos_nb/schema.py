@@ -71,6 +71,9 @@ class TableSchema:
             raise SchemaError(f"{self.name} table repeats a key ({', '.join(self.keys)}).")
         if null := [c for c in self.keys if frame[c].has_nulls()]:
             raise SchemaError(f"{self.name} table has a row without {null[0]}, which is its key.")
+        lists = [c for c, t in self.columns.items() if isinstance(t, pl.List)]
+        if null := [c for c in lists if (frame[c].list.drop_nulls().list.len() != frame[c].list.len()).any()]:
+            raise SchemaError(f"{self.name} table has a list with a null in it, in {null[0]}: leave it out.")
         rest = [c for c in frame.columns if c not in self.columns]
         return frame.select([*self.columns, *rest])
 

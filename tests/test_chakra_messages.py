@@ -8,6 +8,7 @@ import random
 import re
 import tarfile
 import tracemalloc
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import lumos_nb as ln
-from lumos_nb.errors import ChakraError
+from lumos_nb.errors import ChakraError, SchemaError
 from lumos_nb.exchange.chakra.messages import KINDS, message_class
 from lumos_nb.exchange.chakra.tables import ATTRIBUTES, NODES
 from tests.chakra_files import COLL, SEND, framed, frames, head, message, published, write
@@ -290,3 +291,11 @@ def test_ranks_and_groups_of_a_folder(tmp_path):
 def test_a_misspelt_name_is_told_what_there_is():
     with pytest.raises(AttributeError, match=r"^ln\.chakra has no 'reed_file'; it has .*read_file"):
         _ = ln.chakra.reed_file
+
+
+def test_a_list_with_a_null_is_not_written(tmp_path: Path) -> None:
+    nodes = ln.chakra.Nodes.of(pl.DataFrame({"id": [0, 1], "data_deps": [[], [0]]}))
+    holed = nodes.table.with_columns(data_deps=pl.Series([[], [None]], dtype=pl.List(pl.UInt64())))
+    with pytest.raises(SchemaError, match="a null in it, in data_deps"):
+        ln.chakra.write_file(ln.chakra.Nodes(holed), tmp_path / "a.0.et")
+    assert not list(tmp_path.iterdir())

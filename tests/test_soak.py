@@ -89,6 +89,7 @@ FOUND: list[tuple[str, Callable[[bytes], bytes], str]] = [
      "no network of lookups"),
     ("timeline, JSON", lambda sound: sound.replace(b'"step": ', b'"step": 1' + b"0" * 40, 1), "of changing types"),
     ("Chakra JSON", lambda sound: sound.replace(b"COMP_NODE", b"NO_NODE"), "is of type 'NO_NODE'"),
+    ("Chakra JSON", lambda _: b'{"workload_graph": [{"Id": 1, "NodeType": 4, "data_deps": [null]}]}', "null in it"),
     ("tar of a run", lambda _: tar_of([("rank-0.json", b"{}"), ("a", b"")], tarfile.LNKTYPE), "linkname 'x' not found"),
     ("benchmark program", _with(calls=3), "damaged"),
 ]  # fmt: skip

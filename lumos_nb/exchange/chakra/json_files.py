@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from lumos_nb.errors import ChakraError
+from lumos_nb.errors import ChakraError, SchemaError
 from lumos_nb.exchange.chakra.messages import KINDS, NODE_TYPES, message_class
 from lumos_nb.exchange.chakra.tables import ATTRIBUTES, NODES, Nodes, completed, parsed, type_numbers
 from lumos_nb.traces.json_stream import Blocks
@@ -184,7 +184,7 @@ def read_json(path: Path) -> Nodes:
         return _nodes(document, document.nodes)
     except (ValueError, OverflowError, TypeError, RecursionError) as error:  # msgspec's are ValueErrors
         raise ChakraError(f"{path} is no JSON of Chakra nodes: {error}; ln.chakra.write_file writes such.") from error
-    except ChakraError as error:
+    except (ChakraError, SchemaError) as error:
         raise ChakraError(f"{path}: {error}") from error
 
 
