@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from lumos_nb.partition import activity as activity
     from lumos_nb.partition import breakdown as breakdown
     from lumos_nb.partition import compare as compare
+    from lumos_nb.rankwise import load_job as load_job
     from lumos_nb.recorder import Recorder as Recorder
     from lumos_nb.recorder import capture as capture
     from lumos_nb.report import step_report as step_report
@@ -104,6 +105,7 @@ _MODULES = {
     "lumos_nb.critical_path": ("Result", "replay", "sweep"),
     "lumos_nb.partition": ("activity", "breakdown", "compare"),
     "lumos_nb.jobs": ("open_job", "save_job"),
+    "lumos_nb.rankwise": ("load_job",),
     "lumos_nb.engine": ("Pool", "Resources", "simulate"),
     "lumos_nb.stragglers": ("waiting_caused", "with_pooled_durations", "without_stragglers"),
     "lumos_nb.evaluate": ("delayed_steps", "mechanistic", "score_waits", "what_ifs"),

@@ -99,6 +99,14 @@ class Files:
         except (OSError, pl.exceptions.PolarsError, SchemaError, TraceError) as error:
             raise RunError(f"{path} cannot be read ({error}): write the job anew.") from error
 
+    def report(self) -> pl.DataFrame:
+        """What was assumed while the job was made."""
+        path = self.folder / "report.parquet"
+        try:
+            return read_table(path)
+        except (OSError, pl.exceptions.PolarsError, TraceError) as error:
+            raise RunError(f"{path} cannot be read ({error}): write the job anew.") from error
+
     def begins(self, what: str) -> Int64s:
         """The first row of each rank in the whole job's "ops" or "edges", and how many rows there are."""
         return np.concatenate([[0], np.cumsum(self.ranks[what].to_numpy())])
@@ -310,8 +318,8 @@ def write_rank(folder: str | Path, rank: int, ops: pl.DataFrame, edges: pl.DataF
     return RANKS.check(row)
 
 
-def finish(folder: Path, ranks: Iterable[pl.DataFrame]) -> Files:
-    """Make a job of what `write_rank` wrote and returned."""
+def finish(folder: Path, ranks: Iterable[pl.DataFrame], report: pl.DataFrame) -> Files:
+    """Make a job of what `write_rank` wrote and returned, and of a report on it."""
     require_kinds(ranks=(ranks, Iterable))
     table = RANKS.check(pl.concat([RANKS.empty(), *map(RANKS.check, ranks)]).sort("rank"))
     if table.is_empty():
@@ -322,6 +330,8 @@ def finish(folder: Path, ranks: Iterable[pl.DataFrame]) -> Files:
     check_total(float(table["total_ns"].sum()))
     for made in ("plan", "replayed"):  # of what was there before
         shutil.rmtree(folder / made, ignore_errors=True)
+    with whole(folder / "report.parquet", RunError) as part:
+        report.write_parquet(part)
     with whole(folder / "ranks.parquet", RunError) as part:
         table.write_parquet(part, metadata={_CRC: _checksum_of(table)})
     return Files(folder, table)

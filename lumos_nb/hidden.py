@@ -31,7 +31,7 @@ def find_hidden_collectives(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFra
     work = candidates(ops, longest(ops))
     first = int(ops["match"].max() or 0)  # type: ignore[arg-type]
     hidden = numbered(in_ops(work, hiding(spans(work), ops["rank"].n_unique())), first)
-    late, members = in_gaps(work) if ops["device"].null_count() == ops.height else (work.clear(), NOWHERE)
+    late, members = in_gaps(work) if ops["device"].null_count() == ops.height else (NEVER, NOWHERE)
     return mark(ops, hidden, late, numbered(members, first + hidden["match"].n_unique()))
 
 
@@ -94,6 +94,7 @@ def numbered(found: pl.DataFrame, first: int) -> pl.DataFrame:
 
 
 NOWHERE = pl.DataFrame(schema={"op_id": pl.Int64, "key": pl.String})
+NEVER = pl.DataFrame(schema={"op_id": pl.Int64, "cut_ns": pl.Int64})
 
 
 def mark(

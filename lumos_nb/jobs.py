@@ -26,6 +26,7 @@ from lumos_nb.errors import GraphError, RunError, named
 from lumos_nb.executors import spread
 from lumos_nb.graph import Graph
 from lumos_nb.partition import breakdown_of
+from lumos_nb.repairs import REPORT
 from lumos_nb.schema import EDGES, OPS, require
 
 _ON_PATH = {c: OPS.columns[c] for c in ("op_id", "rank", "lane", "kind", "name", "start_ns", "dur_ns")}
@@ -55,6 +56,11 @@ class Job(Shown):
     def ranks(self) -> pl.DataFrame:
         """One row a rank: how many ops and edges it has, when it starts, its last step, whether it is `on_device`."""
         return self.files.ranks.drop("ops_crc", "edges_crc")
+
+    @property
+    def report(self) -> pl.DataFrame:
+        """What was assumed while the job was made, as in `Graph.report`, and what was not read for it."""
+        return self.files.report()
 
     def ops_of(self, rank: int) -> pl.DataFrame:
         """The op table of a rank, as in `Graph.ops`."""
@@ -185,8 +191,8 @@ def _broken_down(files: Files, times: Times, by: str, step: int, begin_ns: int |
     return breakdown_of(times.of(files, rank), by, last_step=step, begin_ns=begin_ns)
 
 
-def finish_job(folder: str | Path, ranks: Iterable[pl.DataFrame]) -> Job:
-    """Make a job of what `write_rank` wrote and returned.
+def finish_job(folder: str | Path, ranks: Iterable[pl.DataFrame], report: pl.DataFrame | None = None) -> Job:
+    """Make a job of what `write_rank` wrote and returned, with a report as `Graph` has it.
 
     Raises
     ------
@@ -195,7 +201,8 @@ def finish_job(folder: str | Path, ranks: Iterable[pl.DataFrame]) -> Job:
     GraphError
         There is no rank, or there are more ops or edges, or longer ones, than can be numbered.
     """
-    return Job(_job_files.finish(named(folder, RunError), ranks))
+    told = pl.DataFrame(schema=REPORT) if report is None else report
+    return Job(_job_files.finish(named(folder, RunError), ranks, told))
 
 
 def open_job(folder: str | Path) -> Job:
@@ -248,4 +255,5 @@ def save_job(graph: Graph, folder: str | Path) -> Job:
             write_rank(folder, rank, ops.filter(rank=rank), edges.filter(dst_rank=rank).select(*EDGES_TO_RANK.columns))
             for rank in ops["rank"].unique().sort()
         ],
+        graph.report if graph.report.width else None,
     )

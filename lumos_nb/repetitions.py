@@ -44,6 +44,17 @@ def pooled(said: Sequence[pl.DataFrame]) -> pl.DataFrame:
     return table.group_by(pl.exclude("^.*_count$")).agg(pl.col("^.*_count$").sum())
 
 
+def asked(search: Asking, answers: Sequence[pl.DataFrame]) -> tuple[pl.DataFrame | None, pl.DataFrame | None]:
+    """What a search asks once it has these answers, or else what it has found."""
+    try:
+        question = next(search)
+        for answer in answers:
+            question = search.send(answer)
+    except StopIteration as found:
+        return None, found.value
+    return question, None
+
+
 def among_themselves(search: Asking) -> pl.DataFrame:
     """What a search finds where all ranks are at hand."""
     try:
@@ -55,10 +66,8 @@ def among_themselves(search: Asking) -> pl.DataFrame:
         return table
 
 
-def contradicted(
-    candidates: pl.DataFrame, device: pl.DataFrame, unseen: int, tolerance_ns: int = TOLERANCE_NS
-) -> Asking:
-    """(`site_key`, `pattern`) whose waiter too often went on before its target had ended in other steps.
+def tested(candidates: pl.DataFrame, device: pl.DataFrame, tolerance_ns: int) -> pl.DataFrame:
+    """How often in each step the waiter of (`site_key`, `pattern`) was seen, and went on before its target had ended.
 
     A waiter goes on at `next_start_ns`; without that column, with the first op on its lane issued after the call.
     """
@@ -66,19 +75,23 @@ def contradicted(
         "rank", record_lane="lane", held_ns=pl.coalesce("launch_ns", "start_ns"), last_end_ns="end_ns"
     ).sort("held_ns")
     ends = device.select(target="op_id", target_end_ns="end_ns")
-    others = candidates.filter(pl.col("step") != unseen)
-    others = others if "next_start_ns" in others.columns else first_after(others, device)
+    seen = candidates if "next_start_ns" in candidates.columns else first_after(candidates, device)
     by_lane = (
-        others.filter(pl.col("record_lane").is_not_null())
+        seen.filter(pl.col("record_lane").is_not_null())
         .sort("record_ns")
         .join_asof(issued, left_on="record_ns", right_on="held_ns", by=["rank", "record_lane"], check_sortedness=False)
     )
-    by_op = others.filter(pl.col("record_lane").is_null()).join(ends, on="target", how="left")
-    tested = pl.concat([by_lane, by_op], how="diagonal_relaxed").with_columns(
-        end_ns=pl.coalesce("last_end_ns", "target_end_ns")
-    )
-    early = pl.col("end_ns") > pl.col("next_start_ns") + tolerance_ns
-    counts = yield tested.group_by("site_key", "pattern").agg(early_count=early.sum(), tested_count=early.count())
+    by_op = seen.filter(pl.col("record_lane").is_null()).join(ends, on="target", how="left")
+    ends_ns = pl.coalesce("last_end_ns", "target_end_ns")
+    early = ends_ns > pl.col("next_start_ns") + tolerance_ns
+    rows = pl.concat([by_lane, by_op], how="diagonal_relaxed")
+    return rows.group_by("site_key", "pattern", "step").agg(early_count=early.sum(), tested_count=early.count())
+
+
+def contradicted(outcomes: pl.DataFrame, unseen: int) -> Asking:
+    """(`site_key`, `pattern`) whose waiter too often went on before its target had ended in other steps (`tested`)."""
+    counts = pl.col("early_count", "tested_count").sum()
+    counts = yield outcomes.filter(pl.col("step") != unseen).group_by("site_key", "pattern").agg(counts)
     return counts.filter(pl.col("early_count") > MAX_CONTRADICTED * pl.col("tested_count"))
 
 
@@ -98,15 +111,26 @@ def first_after(waits: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def followed(waits: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int) -> Asking:
-    """What each waiting stream's next op started right after in other steps, where nothing else explains its delay."""
-    waits = waits.filter(pl.col("next_start_ns").is_not_null()).drop("target", strict=False)
+def followed(waits: pl.DataFrame, device: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Waits of streams, and what the next op of each started right after where nothing else explains its delay."""
+    waits = first_after(waits, device).filter(pl.col("next_start_ns").is_not_null())
     waits = waits.with_columns(
         at_ns="next_start_ns", late=pl.col("next_start_ns") > pl.col("ready_ns") + WAKE_STREAM_NS
     )
     votes = _nearest_end(waits.filter("late"), device, WAKE_STREAM_NS)
-    votes = votes.filter(pl.col("target_lane") != pl.col("lane"))
-    return (yield from _elect(waits, votes, device, step, unseen, TOLERANCE_NS))
+    return waits, votes.filter(pl.col("target_lane") != pl.col("lane"))
+
+
+def ended(stretches: pl.DataFrame, device: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Host stretches and blocking calls as waits, and what the long ones ended right after."""
+    waits = stretches.with_columns(
+        site_key=SITE_KEY,
+        call_ns="start_ns",
+        at_ns=pl.col("start_ns") + pl.col("dur_ns"),
+        lane=pl.lit(None, pl.String),
+        late=(pl.col("dur_ns") > HIDDEN_WAIT_NS) | (pl.col("call") == "sync_event"),
+    )
+    return waits, _nearest_end(waits.filter("late"), device, WAKE_HOST_NS)
 
 
 def _nearest_end(waits: pl.DataFrame, device: pl.DataFrame, within_ns: int) -> pl.DataFrame:
@@ -138,7 +162,7 @@ def _nearest_end(waits: pl.DataFrame, device: pl.DataFrame, within_ns: int) -> p
     return found.filter(pl.col("end_ns").is_not_null() & (pl.col("target_launch_ns").fill_null(0) <= pl.col("call_ns")))
 
 
-def _elect(
+def elected(
     waits: pl.DataFrame, votes: pl.DataFrame, device: pl.DataFrame, step: int, unseen: int, tolerance_ns: int
 ) -> Asking:
     """For each wait of `step` the target that explained its site's delays in other steps, and that none contradicts.
@@ -191,22 +215,3 @@ def _elect(
             pattern=pl.lit("followed in other steps"),
         )
     )
-
-
-def hidden_waits(ops: pl.DataFrame, device: pl.DataFrame, calls: pl.DataFrame, step: int, unseen: int) -> Asking:
-    """Host stretches that end right after a device op in other steps: waits that the profiler did not record."""
-    columns = ["op_id", "rank", "step", "site", "nth", "call", "start_ns", "dur_ns"]
-    stretches = ops.select("kind", *columns).filter(pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null())
-    sites = yield stretches.filter(pl.col("dur_ns") > HIDDEN_WAIT_NS).select("site").unique()
-    stretches = stretches.filter(pl.col("site").is_in(sites["site"].implode())).select(columns)
-    syncs = calls.filter(pl.col("call") == "sync_event").select(columns)
-    waits = pl.concat([stretches, syncs]).with_columns(
-        site_key=SITE_KEY,
-        call_ns="start_ns",
-        at_ns=pl.col("start_ns") + pl.col("dur_ns"),
-        lane=pl.lit(None, pl.String),
-        late=(pl.col("dur_ns") > HIDDEN_WAIT_NS) | (pl.col("call") == "sync_event"),
-    )
-    votes = _nearest_end(waits.filter("late"), device, WAKE_HOST_NS)
-    found = yield from _elect(waits, votes, device, step, unseen, WAKE_HOST_NS)
-    return found.with_columns(record_lane=pl.lit(None, pl.String), record_ns=pl.lit(None, pl.Int64))

@@ -13,20 +13,26 @@ step that a graph is made of never serves as its own evidence.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cached_property
+
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.calls import BLOCKING_COPIES, COLLECTIVE_WAITS, arguments
 from lumos_nb.repetitions import (
+    HIDDEN_WAIT_NS,
     SITE_KEY,
+    TOLERANCE_NS,
     WAKE_HOST_NS,
     Asking,
     among_themselves,
     contradicted,
-    first_after,
+    elected,
+    ended,
     followed,
-    hidden_waits,
+    tested,
 )
 from lumos_nb.schema import DEVICE_KINDS
 from lumos_nb.threads import rows_at
@@ -93,33 +99,140 @@ def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int)
     table
         Columns `WAITS`. A call without a row waits for something that no evidence names.
     """
-    return chosen_waits(ops, step, [among_themselves(search) for search in searches(ops, records, step, unseen)])
+    return Sightings(ops, records).waits(step, unseen)
 
 
-def searches(ops: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int) -> list[Asking]:
-    """How the waits of one step are searched for: each way on its own, asking what all ranks say."""
-    device = ops.filter(pl.col("kind").is_in(DEVICE_KINDS)).with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"))
-    calls = _calls_with_neighbours(ops, device)
-    return [
-        _told(calls, device, records),
-        _stream_syncs(calls, device, records, unseen),
-        _event_waits(calls, device, records, step, unseen),
-        hidden_waits(ops, device, calls, step, unseen),
-    ]
+ROUNDS = 4
+"""How often the search that asks most does."""
+
+Tables = tuple[pl.DataFrame, pl.DataFrame]
 
 
-def chosen_waits(ops: pl.DataFrame, step: int, found: list[pl.DataFrame]) -> pl.DataFrame:
-    """The step's waits of all that `searches` found."""
-    chosen = pl.concat([f.select(pl.col(c).cast(t) for c, t in WAITS.items()) for f in found])
-    named = chosen.filter(pl.col("evidence") == "exact")["op_id"].implode()
-    chosen = chosen.filter((pl.col("evidence") != "time") | ~pl.col("op_id").is_in(named))
-    here = ops.filter(pl.col("step") == step).select("op_id")
+class Sightings:
+    """What ops of all steps say of waits, whichever step's are wanted: each table is made once, when first needed.
+
+    Parameters
+    ----------
+    ops, records
+        As of `find_waits`.
+    """
+
+    def __init__(self, ops: pl.DataFrame, records: pl.DataFrame) -> None:
+        self._ops, self._records = ops, records
+        self._made: dict[str, Tables] = {}
+
+    def waits(self, step: int, unseen: int) -> pl.DataFrame:
+        """As `find_waits`."""
+        return chosen_waits(step, [among_themselves(search) for search in self.searches(step, unseen)])
+
+    def searches(self, step: int, unseen: int) -> list[Asking]:
+        """How the waits of one step are searched for: each way on its own, asking what all ranks say."""
+        return [self._told(), self._stream_syncs(unseen), self._event_waits(step, unseen), self._hidden(step, unseen)]
+
+    @cached_property
+    def _device(self) -> pl.DataFrame:
+        device = self._ops.filter(pl.col("kind").is_in(DEVICE_KINDS))
+        return device.select(*_IDENTITY, "name", "kind", "launch_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+
+    @cached_property
+    def _calls(self) -> pl.DataFrame:
+        return _calls_with_neighbours(self._ops, self._device)
+
+    @cached_property
+    def _exact(self) -> pl.DataFrame:
+        exact = _exact_waits(self._calls, self._records)
+        others = _own_work(self._calls), _whole_device(self._calls, self._device)
+        return pl.concat([exact, *others], how="diagonal_relaxed")
+
+    def _told(self) -> Asking:
+        """What the trace itself says, whatever others do."""
+        yield from ()
+        return self._exact
+
+    @cached_property
+    def _syncs(self) -> Tables:
+        waits = _sync_waits(self._calls, self._records)
+        return waits, tested(waits.filter(pl.col("evidence") == "pattern"), self._device, WAKE_HOST_NS)
+
+    def _stream_syncs(self, unseen: int) -> Asking:
+        """A stream synchronise waits for the stream that its record names, or that its thread launched to last."""
+        waits, outcomes = self._syncs
+        wrong = yield from contradicted(outcomes, unseen)
+        return waits.join(wrong, on=["site_key", "pattern"], how="anti", maintain_order="left")
+
+    @cached_property
+    def _unnamed(self) -> pl.DataFrame:
+        """Event waits that no record names, and the launches of collectives."""
+        named = self._records.filter(pl.col("wait_on_stream") >= 0).select("rank", "correlation")
+        # A wait after a collective's kernel, still inside the call that launched it, orders NCCL's own streams only.
+        internal = pl.col("comm_before") & (pl.col("frame_before") == pl.col("frame"))
+        about = self._calls.filter((pl.col("call") == "wait_event") | pl.col("to_comm"))
+        return about.join(named, on=["rank", "correlation"], how="anti", maintain_order="left").with_columns(
+            internal=internal.fill_null(value=False)
+        )
+
+    @cached_property
+    def _collective_sites(self) -> pl.DataFrame:
+        # DDP waits for its buckets at the end of backward, outside every operator.
+        within = pl.coalesce("around", "parent").str.contains(COLLECTIVE_WAITS).fill_null(value=True)
+        return self._unnamed.filter((pl.col("call") == "wait_event") & within).select("site_key").unique()
+
+    @cached_property
+    def _followed(self) -> Tables:
+        is_wait = (pl.col("call") == "wait_event") & ~pl.col("internal") & pl.col("after").is_not_null()
+        waits = self._unnamed.filter(is_wait)
+        waits = waits.select("op_id", "rank", "step", "site_key", lane="after", call_ns="start_ns")
+        return followed(waits, self._device)
+
+    def _event_waits(self, step: int, unseen: int) -> Asking:
+        """Event waits that no record names: idioms that other steps do not contradict, and what they support by time."""
+        sites = yield self._collective_sites
+        if "idioms" not in self._made:
+            collective = _collective_waits(self._unnamed, sites["site_key"])
+            ways = _caller_waits(self._unnamed), collective, _stream_switches(self._unnamed)
+            candidates = pl.concat(ways, how="diagonal_relaxed")
+            self._made["idioms"] = candidates, tested(candidates, self._device, TOLERANCE_NS)
+        candidates, outcomes = self._made["idioms"]
+        wrong = yield from contradicted(outcomes, unseen)
+        sound = candidates.join(wrong, on=["site_key", "pattern"], how="anti", maintain_order="left")
+        explained = pl.col("op_id").is_in(sound["op_id"].implode())
+        waits, votes = (table.filter(~explained) for table in self._followed)
+        by_time = yield from elected(waits, votes, self._device, step, unseen, TOLERANCE_NS)
+        here = sound.filter(pl.col("step") == step)
+        best = here.filter(pl.col("order") == pl.col("order").min().over("op_id"))
+        return pl.concat([best, by_time], how="diagonal_relaxed")
+
+    @cached_property
+    def _stretches(self) -> pl.DataFrame:
+        is_stretch = pl.col("kind").is_in(["gap", "cpu"]) & pl.col("call").is_null()
+        return self._ops.filter(is_stretch).select(*_IDENTITY, "call", "start_ns", "dur_ns")
+
+    @cached_property
+    def _long_sites(self) -> pl.DataFrame:
+        return self._stretches.filter(pl.col("dur_ns") > HIDDEN_WAIT_NS).select("site").unique()
+
+    def _hidden(self, step: int, unseen: int) -> Asking:
+        """Host stretches that end right after a device op in other steps: waits that the profiler did not record."""
+        sites = yield self._long_sites
+        if "hidden" not in self._made:
+            stretches = self._stretches.filter(pl.col("site").is_in(sites["site"].implode()))
+            syncs = self._calls.filter(pl.col("call") == "sync_event").select(stretches.columns)
+            self._made["hidden"] = ended(pl.concat([stretches, syncs]), self._device)
+        waits, votes = self._made["hidden"]
+        return (yield from elected(waits, votes, self._device, step, unseen, WAKE_HOST_NS))
+
+
+_IDENTITY = ("op_id", "rank", "lane", "step", "site", "nth", "correlation")
+
+
+def chosen_waits(step: int, found: Iterable[pl.DataFrame]) -> pl.DataFrame:
+    """The step's waits of all that `Sightings.searches` found."""
+    here = [table.filter(pl.col("step") == step) for table in found]
+    typed = pl.concat([pl.DataFrame(schema=WAITS), *here], how="diagonal_relaxed").select(WAITS.keys())
+    named = typed.filter(pl.col("evidence") == "exact")["op_id"].implode()
     apart = pl.col("lane").is_null() | pl.col("record_lane").is_null() | (pl.col("lane") != pl.col("record_lane"))
-    return (
-        chosen.filter(apart)
-        .join(here, on="op_id", how="semi")
-        .unique(["op_id", "lane", "target", "record_lane"], maintain_order=True)
-    )
+    chosen = typed.filter(apart & ((pl.col("evidence") != "time") | ~pl.col("op_id").is_in(named)))
+    return chosen.unique(["op_id", "lane", "target", "record_lane"], maintain_order=True)
 
 
 def _calls_with_neighbours(ops: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
@@ -165,13 +278,6 @@ class _Neighbours:
         return np.where(at <= self.last, at, -1)
 
 
-def _told(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame) -> Asking:
-    """What the trace itself says, whatever others do."""
-    yield from ()
-    found = (_exact_waits(calls, records), _own_work(calls), _whole_device(calls, device))
-    return pl.concat([f.select(pl.col(c).cast(t) for c, t in WAITS.items()) for f in found])
-
-
 def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
     """Event waits that `cuda_sync` rows name: the stream waits for what the other held when the event was recorded.
 
@@ -194,6 +300,7 @@ def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
         .select(
             "op_id",
             "rank",
+            "step",
             "record_ns",
             lane=pl.when(pl.col("call") == "wait_event").then("waiter"),
             target=None,
@@ -219,6 +326,7 @@ def _own_work(calls: pl.DataFrame) -> pl.DataFrame:
     return own.select(
         "op_id",
         "rank",
+        "step",
         "target",
         lane=None,
         record_lane=None,
@@ -233,6 +341,7 @@ def _whole_device(calls: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
     return waits.join(device.select("rank", record_lane="lane").unique(maintain_order=True), on="rank").select(
         "op_id",
         "rank",
+        "step",
         "record_lane",
         lane=None,
         target=None,
@@ -242,15 +351,14 @@ def _whole_device(calls: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _stream_syncs(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, unseen: int) -> Asking:
-    """A stream synchronise waits for the stream that its record names, else for the one its thread launched to last."""
+def _sync_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
     named = records.filter(pl.col("wait_on_stream").is_null() | (pl.col("wait_on_stream") < 0)).select(
         "rank", "correlation", named=pl.format("gpu{}:{}", "device", "stream")
     )
     waits = calls.filter(pl.col("call") == "sync_stream")
     waits = waits.join(named.unique(["rank", "correlation"]), on=["rank", "correlation"], how="left")
     exact = pl.col("named").is_not_null()
-    waits = waits.filter(exact | pl.col("before").is_not_null()).select(
+    return waits.filter(exact | pl.col("before").is_not_null()).select(
         "op_id",
         "rank",
         "step",
@@ -262,38 +370,6 @@ def _stream_syncs(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFra
         evidence=pl.when(exact).then(pl.lit("exact")).otherwise(pl.lit("pattern")),
         pattern=pl.when(exact).then(pl.lit("cuda_sync")).otherwise(pl.lit("last stream of the thread")),
         next_start_ns=pl.col("start_ns") + pl.col("dur_ns"),
-    )
-    wrong = yield from contradicted(waits.filter(pl.col("evidence") == "pattern"), device, unseen, WAKE_HOST_NS)
-    return waits.join(wrong, on=["site_key", "pattern"], how="anti")
-
-
-def _event_waits(calls: pl.DataFrame, device: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int) -> Asking:
-    """Event waits that no record names: idioms that other steps do not contradict, and what they support by time."""
-    named = records.filter(pl.col("wait_on_stream") >= 0).select("rank", "correlation")
-    # A wait after a collective's kernel, still inside the call that launched it, orders NCCL's internal streams only.
-    internal = pl.col("comm_before") & (pl.col("frame_before") == pl.col("frame"))
-    about = calls.filter((pl.col("call") == "wait_event") | pl.col("to_comm"))
-    unnamed = about.join(named, on=["rank", "correlation"], how="anti", maintain_order="left").with_columns(
-        internal=internal.fill_null(value=False)
-    )
-    # DDP waits for its buckets at the end of backward, outside every operator.
-    within = pl.coalesce("around", "parent").str.contains(COLLECTIVE_WAITS).fill_null(value=True)
-    sites = yield unnamed.filter((pl.col("call") == "wait_event") & within).select("site_key").unique()
-    collective = _collective_waits(unnamed, sites["site_key"])
-    candidates = pl.concat([_caller_waits(unnamed), collective, _stream_switches(unnamed)], how="diagonal_relaxed")
-    wrong = yield from contradicted(candidates, device, unseen)
-    sound = candidates.join(wrong, on=["site_key", "pattern"], how="anti")
-    best = sound.filter(pl.col("order") == pl.col("order").min().over("op_id"))
-    waits = unnamed.filter((pl.col("call") == "wait_event") & ~pl.col("internal") & pl.col("after").is_not_null())
-    waits = waits.join(best, on="op_id", how="anti")
-    waits = first_after(waits.with_columns(lane="after", call_ns="start_ns"), device)
-    by_time = yield from followed(waits, device, step, unseen)
-    return pl.concat([best, by_time], how="diagonal_relaxed").with_columns(
-        *(
-            pl.lit(None, WAITS[c]).alias(c)
-            for c in ("target", "record_lane", "record_ns")
-            if c not in {*best.columns, *by_time.columns}
-        )
     )
 
 
