@@ -17,7 +17,7 @@ from lumos_nb.partition import breakdown
 from lumos_nb.schema import DEVICE_KINDS
 from lumos_nb.steady import repeat
 from lumos_nb.traces.run import Run
-from lumos_nb.waits import WAITS, find_waits
+from lumos_nb.waits import WAITS, Sightings
 
 OWN_KINDS = ("kernel", "memcpy", "memset", "cpu", "alloc")
 """What a mechanistic prediction takes from the step that it predicts: computation. All else comes from other steps."""
@@ -364,7 +364,8 @@ def score_waits(run: Run | Recording) -> pl.DataFrame:
 
     def found(records: pl.DataFrame) -> pl.DataFrame:
         steps = recording.ops["step"].drop_nulls().unique().sort()
-        waits = [find_waits(recording.ops, records, step, step) for step in steps]
+        seen = Sightings(recording.ops, records)
+        waits = [seen.waits(step, step) for step in steps]
         return pl.concat([pl.DataFrame(schema=WAITS), *waits])
 
     named = found(recording.records).filter(pl.col("pattern") == "cuda_sync")

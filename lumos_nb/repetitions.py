@@ -183,11 +183,13 @@ def elected(
     said = yield pl.concat([counted, held], how="diagonal").with_columns(pl.col("^.*_count$").fill_null(0))
     held = said.filter(pl.col("target_site").is_null()).select("site_key", "held_count")
     counted = said.filter(pl.col("target_site").is_not_null()).drop("held_count")
-    elected = counted.join(held, on="site_key").filter(
+    winners = counted.join(held, on="site_key").filter(
         (pl.col("votes_count") >= MIN_SUPPORT * pl.col("held_count")) & (pl.col("votes_count") >= MIN_VOTES)
     )
     order = ["votes_count", *identity, "ago"]
-    elected = elected.sort(order, descending=True).unique("site_key", keep="first", maintain_order=True)
+    winners = winners.sort(order, descending=True).unique("site_key", keep="first", maintain_order=True)
+    if winners.is_empty():
+        return pl.DataFrame(schema={"op_id": pl.Int64, "step": pl.Int32})
     targets = device.select(
         "rank",
         target="op_id",
@@ -197,7 +199,7 @@ def elected(
         target_end_ns="end_ns",
         issued_ns="launch_ns",
     )
-    named = waits.join(elected, on="site_key").with_columns(target_step=pl.col("step") - pl.col("ago"))
+    named = waits.join(winners, on="site_key").with_columns(target_step=pl.col("step") - pl.col("ago"))
     named = named.join(targets, on=["rank", "target_step", *identity])
     wrong = named.filter((pl.col("step") != unseen) & (pl.col("target_end_ns") > pl.col("at_ns") + tolerance_ns))
     wrong = yield wrong.select("site_key").unique()

@@ -132,7 +132,9 @@ class Sightings:
     @cached_property
     def _device(self) -> pl.DataFrame:
         device = self._ops.filter(pl.col("kind").is_in(DEVICE_KINDS))
-        return device.select(*_IDENTITY, "name", "kind", "launch_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
+        return device.select(
+            *_IDENTITY, "name", "kind", "launch_ns", "start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns")
+        )
 
     @cached_property
     def _calls(self) -> pl.DataFrame:
