@@ -122,6 +122,7 @@ _SPECIAL: dict[str, Any] = {
     "Nsight Systems SQLite": lambda: [b"SQLite format 3\0" + b"\xff" * 5000],
     "timeline, Parquet": lambda: _rows(pl.read_parquet(seeds.timeline_tables()["made"])),
     "embedding tables, Parquet": lambda: _rows(seeds.embedding_tables()),
+    "saved job": lambda: _rows(pl.read_parquet(seeds.job()["edges-00000.parquet"])),
     "cached parse": lambda: _rows(pl.DataFrame({"rank": [0]})),
     "execution trace": _execution_traces,
     "Chakra protobuf": _messages,

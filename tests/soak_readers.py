@@ -16,8 +16,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from lumos_nb import chakra, layout
-from lumos_nb._job_files import found
 from lumos_nb.config import Fabric, Gpu, read_sheet
 from lumos_nb.costs.calibration import load_calibration
 from lumos_nb.costs.embedding_net import LookupNet
@@ -26,6 +27,7 @@ from lumos_nb.embedding_tables import complete_tables
 from lumos_nb.errors import BenchmarkError, InputError, LumosError
 from lumos_nb.generate_cli import _spec, _table
 from lumos_nb.graph import build_graph
+from lumos_nb.jobs import open_job
 from lumos_nb.ledger import load_prediction, read_ledger
 from lumos_nb.traces import cache as cached
 from lumos_nb.traces.execution_trace import load_execution_trace
@@ -37,6 +39,7 @@ from tests import soak_seeds as seeds
 from tests import test_similarity
 from tests.mutations import (
     JSON,
+    NUMBERS,
     Mutation,
     either,
     of_bytes,
@@ -68,7 +71,8 @@ class Reader:
     named
         Whether an error must name the file.
     runs
-        Modules of the package that it calls: `make soak` begins anew when they, or what they import, change.
+        Modules of the package, or of `benchmarks`, that it calls: `make soak` begins anew when they, or what they
+        import, change.
     """
 
     read: Callable[[Path], object]
@@ -96,7 +100,8 @@ def _cached_run(path: Path) -> object:
     first = load_run(path)
     again = load_run(path)
     assert again.events.equals(first.events), "the cache gives other events than the file"
-    assert again.metadata == json.loads(json.dumps(first.metadata), parse_int=int) or again.events.equals(first.events)
+    assert repr(again.metadata) == repr(first.metadata), "the cache says something else of the file"  # nan is itself
+    assert again.report.equals(first.report), "the cache has other repairs than the file"
     return _said(again)
 
 
@@ -217,10 +222,8 @@ def of_npz(data: bytes, noise: Random) -> bytes:
     name, body = arrays[at]
     if how == 0:
         del arrays[at]
-    elif how == 1:
-        arrays[at] = name, noise.choice(arrays)[1]
-    else:  # mostly in the header, which says type and shape
-        arrays[at] = name, of_bytes(body[:128], noise) + body[128:] if how == 2 else of_bytes(body, noise)
+    else:
+        arrays[at] = name, noise.choice(arrays)[1] if how == 1 else of_npy(body, noise)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as made:
         for name, body in arrays:
@@ -228,17 +231,50 @@ def of_npz(data: bytes, noise: Random) -> bytes:
     return out.getvalue()
 
 
-def _of_npz_or_json(data: bytes, noise: Random) -> bytes:
-    return of_npz(data, noise) if data.startswith(b"PK") else JSON(data, noise)
+def of_npy(data: bytes, noise: Random) -> bytes:
+    """Of an array: of its header, which says type and shape, of its bytes, or of one of its numbers."""
+    how = noise.randrange(3)
+    if how == 0:
+        return of_bytes(data[:128], noise) + data[128:]
+    try:
+        array = np.load(io.BytesIO(data))
+        array.flat[noise.randrange(array.size)] = noise.choice(NUMBERS) if how == 1 else noise.randrange(array.size)
+    except (ValueError, OverflowError, TypeError):  # no such number is of its type, or it holds none
+        return of_bytes(data, noise)
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def _of_file(data: bytes, noise: Random) -> bytes:
+    """Of a file of one of the kinds that a folder of ours has."""
+    kinds: dict[bytes, Mutation] = {b"PK": of_npz, b"PAR1": of_parquet, b"\x93NUMPY": of_npy}
+    return next((how for head, how in kinds.items() if data.startswith(head)), JSON)(data, noise)
+
+
+_JOB_SAYS: dict[str, str] = {}
+"""What the sound job says: it is read first."""
+
+_MADE = ("plan", "replayed")
+"""Folders of a job."""
 
 
 def _job(path: Path) -> object:
-    """The job in the folder of `path`, and all that it holds."""
-    files = found(path.parent)
-    for rank in files.ranks["rank"]:
-        for what in ("ops", "edges"):
-            files.table(what, rank)
+    """The job that `path` is of, and all that it holds; times of a replay are damaged once it has written them."""
+    times, job = path.read_bytes(), open_job(path.parent.parent if path.parent.name in _MADE else path.parent)
+    result = job.replay()
+    if path.parent.name == "replayed":
+        path.write_bytes(times)
+    tables = [table for rank in job.ranks["rank"] for table in (job.edges_to(rank), result.ops_of(rank))]
+    said = "".join(table.write_json() for table in [*tables, result.path, result.breakdown()])
+    assert said == _JOB_SAYS.setdefault("sound", said), "a damaged job says something else than the sound one"
     return None
+
+
+def _samples(path: Path) -> object:
+    from benchmarks.machine.fit import read_samples
+
+    return read_samples(path.parent)[0].height
 
 
 READERS: dict[str, Reader] = {
@@ -302,7 +338,7 @@ READERS: dict[str, Reader] = {
         _silent(lambda path: load_costs(path.parent)),
         seeds.plan_costs,
         "",
-        _of_npz_or_json,
+        _of_file,
         named=False,
         runs="workloads.dlrm.pretraining",
     ),
@@ -341,7 +377,10 @@ READERS: dict[str, Reader] = {
         runs="exchange.benchmark.similarity",
     ),
     "capture.json": Reader(_capture, seeds.captures, "capture.json", JSON, runs="exchange.benchmark.tables"),
-    "saved job": Reader(_job, seeds.job, "", of_parquet, named=False, runs="_job_files"),
+    "saved job": Reader(_job, seeds.job, "", _of_file, every=4, named=False, runs="jobs"),
+    "samples of a machine": Reader(
+        _samples, seeds.samples, "", _of_file, named=False, runs="costs.fitting costs.host benchmarks.machine.fit"
+    ),
     "benchmark program": Reader(_program, seeds.programs, "workload.json", JSON, runs="exchange.benchmark.binding"),
 }
 """Name -> reader."""

@@ -23,8 +23,10 @@ def _imports() -> Any:
 
 def modules(name: str) -> set[Path]:
     """Files of the modules that a reader runs, and of all that these import."""
-    called = {f"lumos_nb.{module}" for module in (READERS.get(name) or FAULTY[name][0]).runs.split()}
-    found = called.union(*map(_imports().find_upstream_modules, called))
+    runs = (READERS.get(name) or FAULTY[name][0]).runs.split()
+    others = {module for module in runs if module.startswith("benchmarks.")}
+    called = {f"lumos_nb.{module}" for module in runs if module not in others}
+    found = called.union(*map(_imports().find_upstream_modules, called), others)
     paths = [ROOT / module.replace(".", "/") for module in found]
     packages = {
         parent / "__init__.py" for path in paths for parent in path.parents if ROOT / "lumos_nb" in parent.parents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import sqlite3
@@ -385,13 +386,28 @@ def published_rows() -> Seeds:
 
 
 def job() -> Seeds:
-    """A job saved in a folder, its tables alone."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "rank-0.json"
-        path.write_bytes(made_kineto())
-        save_job(build_graph(load_run(path, cache=False)), Path(folder) / "job")
-        files = (Path(folder) / "job").rglob("*.parquet")
-        return {str(file.relative_to(Path(folder) / "job")): file.read_bytes() for file in files}
+    """A job of two ranks saved in a folder, planned and replayed."""
+    with TemporaryDirectory() as name:
+        traces, folder = Path(name) / "traces", Path(name) / "job"
+        traces.mkdir()
+        for file, data in two_ranks().items():
+            (traces / file).write_bytes(data)
+        save_job(build_graph(load_run(traces, cache=False)), folder).replay()
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def samples() -> Seeds:
+    """Rows of the samples of a machine, and where they are from."""
+    folder = datasets.root() / "calibration-samples" / "cpu"
+    about = json.loads((folder / "provenance.json").read_bytes())
+    seeds = {}
+    for what in ("kernels", "collectives"):
+        out = io.BytesIO()
+        pl.read_parquet(folder / f"{what}.parquet").head(3).write_parquet(out)
+        seeds[f"{what}.parquet"] = out.getvalue()
+        about[what]["sha256"] = hashlib.sha256(out.getvalue()).hexdigest()
+    return seeds | {"provenance.json": _json(about)}
 
 
 def programs() -> Seeds:

@@ -20,6 +20,7 @@ from lumos_nb.costs.fitting import fit_gpu
 from lumos_nb.costs.host import Overheads
 from lumos_nb.errors import CalibrationError
 from lumos_nb.number_formats import ELEMENT_BYTES
+from lumos_nb.schema import panics_told
 
 MAPPED_BYTES = 128 * 2**10
 """From this size on glibc asks the operating system for a block of its own (M_MMAP_THRESHOLD, as a process starts)."""
@@ -45,10 +46,11 @@ def read_samples(folder: str | Path) -> tuple[pl.DataFrame, pl.DataFrame | None,
                     raise CalibrationError(
                         f"{folder}: {name}.parquet is not the file of provenance.json; record again."
                     )
-                tables[name] = pl.read_parquet(raw)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+                with panics_told():
+                    tables[name] = pl.read_parquet(raw)
+        return tables["kernels"], tables.get("collectives"), about
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, pl.exceptions.PolarsError) as error:
         raise CalibrationError(f"{folder}: no samples that can be read ({error}); run make calibrate.") from error
-    return tables["kernels"], tables.get("collectives"), about
 
 
 def machine_sheet(kernels: pl.DataFrame) -> Gpu:
