@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from lumos_nb.errors import LayoutError
 from lumos_nb.layout import Cluster, Parallelism, Training, Transformer, problems
+from lumos_nb.transformer import Moe
 from lumos_nb.workloads.llm.estimates import Estimate, estimate
 from lumos_nb.workloads.llm.memory import CLASSES, memory, memory_over_time, peak_bytes
 from lumos_nb.workloads.llm.schedule import schedule
@@ -122,24 +124,26 @@ def fake_job(ranks: int) -> Iterator[Any]:
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of fake tensors and process groups
 @pytest.mark.parametrize(
-    ("zero", "dtype"),
+    ("zero", "dtype", "vocab", "off"),
     [
-        pytest.param(3, "fp32", id="ZeRO 3 in fp32"),
-        pytest.param(3, "bf16", id="ZeRO 3, gathered in bf16"),
-        pytest.param(2, "bf16", id="ZeRO 2, gathered in bf16"),
+        pytest.param(3, "fp32", 4096, 1e-4, id="ZeRO 3 in fp32"),
+        pytest.param(3, "bf16", 64, 1e-4, id="ZeRO 3, most in a layer"),
+        pytest.param(3, "bf16", 4096, 1e-4, id="ZeRO 3, gathered in bf16"),
+        pytest.param(3, "bf16", 32768, 1e-4, id="ZeRO 3, most in the loss"),
+        pytest.param(2, "bf16", 4096, 0.02, id="ZeRO 2, gathered in bf16"),
     ],
 )
-def test_fsdp_peaks_as_counted(zero, dtype):
+def test_fsdp_peaks_as_counted(zero, dtype, vocab, off):
     torch = pytest.importorskip("torch")
     import saved_tensors as real
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    layout = Parallelism(dp=8, zero=zero)
+    layout, model = Parallelism(dp=8, zero=zero), msgspec.structs.replace(LLAMA, vocab=vocab)
     train = Training(micro_batch=1, global_batch=16, seq=512, dtype=dtype)
     mixed = MixedPrecisionPolicy(param_dtype=real.FORMATS[dtype], reduce_dtype=torch.float32)
     with fake_job(8) as mesh, FakeTensorMode():
-        net = real.Decoder(LLAMA, layout, msgspec.structs.replace(train, dtype="fp32"), "cpu")
+        net = real.Decoder(model, layout, msgspec.structs.replace(train, dtype="fp32"), "cpu")
         for module in (*net.layers, net):
             fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=zero == 3 and module is not net)
         optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
@@ -150,18 +154,22 @@ def test_fsdp_peaks_as_counted(zero, dtype):
                     net(torch.zeros(train.seq, 1, dtype=torch.long)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    assert memory(LLAMA, layout, train)["bytes"].sum() == pytest.approx(alive.most, rel=0.02)
+    assert memory(model, layout, train)["bytes"].sum() == pytest.approx(alive.most, rel=off)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("fused", [pytest.param(True, id="fused"), pytest.param(False, id="apart")])
-def test_gradients_and_optimizer_states_of_mixed_precision_peak_as_counted(zero, fused):
+def test_gradients_and_optimizer_states_of_mixed_precision_peak_as_counted(zero, fused, tied):
     torch = pytest.importorskip("torch")
     import saved_tensors as real
 
     layout = Parallelism(dp=4, zero=zero)
     train = Training(micro_batch=1, global_batch=8, seq=512, fused_grads=fused, logit_bytes=12)
-    net = real.Decoder(LLAMA, layout, train)
+    model = msgspec.structs.replace(LLAMA, tied=tied, vocab=32768)
+    net = real.Decoder(model, layout, train)
+    if tied:
+        net.head.weight = net.embedding.weight
     weights = list(net.parameters())
     main = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
     states = [torch.zeros(w.numel() // (4 if zero else 1), **real.META | {"dtype": torch.float32}) for w in weights * 3]
@@ -179,7 +187,7 @@ def test_gradients_and_optimizer_states_of_mixed_precision_peak_as_counted(zero,
             net(torch.zeros(train.seq, 1, dtype=torch.long, device="meta")).backward()
             for weight in () if fused else weights:
                 add(weight)
-    assert memory(LLAMA, layout, train)["bytes"].sum() == pytest.approx(alive.most, rel=0.02)
+    assert memory(model, layout, train)["bytes"].sum() == pytest.approx(alive.most, rel=0.02)
 
 
 SIZES = Transformer(layers=24, hidden=512, heads=8, kv_heads=4, ffn=1024, vocab=1000)
@@ -211,29 +219,40 @@ def test_memory_over_a_replayed_step_peaks_as_counted_without_it(kind, recompute
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[Transformer, Parallelism, Training]:
-    """Small steps: any schedule, few or many micro-batches, heads that weigh more or less than layers."""
+    """Small steps: any schedule, few or many micro-batches, experts, uneven stages, heads that weigh less or more."""
     schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]))
     chunks = {"interleaved": draw(st.integers(2, 3)), "zb-v": 2}.get(schedule, 1)
     pp = draw(st.integers(1 if chunks == 1 else 2, 4))
     dp, count = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 9)) * (pp if schedule == "interleaved" else 1)
+    layers = pp * chunks * draw(st.integers(1, 3))
+    routed = st.builds(
+        Moe, experts=st.just(4), topk=st.just(2), ffn=st.just(1024), first=st.integers(0, 2), every=st.integers(1, 2)
+    )
     model = Transformer(
-        layers=pp * chunks * draw(st.integers(1, 3)), hidden=512, heads=8, ffn=2048,
-        vocab=draw(st.sampled_from([64, 8192, 100_000])), tied=draw(st.booleans()),
+        layers=layers, hidden=512, heads=8, ffn=2048, vocab=draw(st.sampled_from([64, 8192, 100_000])),
+        tied=draw(st.booleans()), moe=draw(st.none() | routed),
     )  # fmt: skip
+    ends = [
+        0,
+        *sorted(draw(st.lists(st.integers(0, layers), min_size=pp * chunks - 1, max_size=pp * chunks - 1))),
+        layers,
+    ]
+    split = draw(st.sampled_from([(), tuple(end - begin for begin, end in pairwise(ends))]))
     train = Training(
         micro_batch=1, global_batch=count * dp, seq=draw(st.sampled_from([256, 1024])),
         recompute=draw(st.sampled_from(["none", "selective", "full"])), lora=draw(st.sampled_from([0, 8])),
         fused_grads=draw(st.booleans()), prefetch=draw(st.integers(0, 2)), bucket_copies=draw(st.booleans()),
     )  # fmt: skip
-    layout = Parallelism(pp=pp, dp=dp, zero=draw(st.integers(0, 3)), schedule=schedule, chunks=chunks)
+    zero = draw(st.integers(0, 3))
+    layout = Parallelism(pp=pp, dp=dp, zero=zero, schedule=schedule, chunks=chunks, split=split)
     assume(not problems(model, layout, train))
     return model, layout, train
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(job=jobs())
 def test_memory_over_time_peaks_as_counted_whatever_is_sharded_and_put_off(job):
-    """The same 40 jobs each time: of 500 random ones 3 peak higher than counted (gpipe by 16 %, zb-v by 5 %)."""
+    """To the byte, but for rounding: over time every pass and layer is counted, by its order in the replay."""
     model, layout, train = job
     fabrics = {"inside": "NVLink4 NVSwitch", "between": "InfiniBand NDR 400"}
     cluster = Cluster(gpu="H100-SXM-80GB", gpus_per_node=layout.pp, nodes=layout.dp, **fabrics)
@@ -242,9 +261,7 @@ def test_memory_over_time_peaks_as_counted_whatever_is_sharded_and_put_off(job):
     peaks = total.group_by("stage").agg(pl.max("bytes")).sort("stage")["bytes"]
     counted = found.memory.group_by("stage").agg(pl.col("bytes").sum()).sort("stage")["bytes"]
     assert found.memory_over_time["bytes"].min() >= 0
-    # Of interleaved chunks the embedding's is counted as if it ended with the first backward pass of all.
-    over = 0.01 if layout.schedule == "interleaved" and not train.fused_grads else 1e-4
-    assert (peaks / counted - 1).is_between(-over, 1e-4).all()
+    assert (peaks - counted).abs().max() <= len(CLASSES)
 
 
 def test_ops_of_another_layout_have_no_memory_over_time():

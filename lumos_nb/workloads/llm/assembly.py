@@ -126,7 +126,7 @@ class _Rows:
                 gathers = pages.get((depth, "new weights", True), none)
                 parts.append((gathers[::-1], (stage, -1, chunk, outside)))
             for _, which, position, phase, micro_batch, chunk, depth in passes:
-                page = pages[depth, phase, (stage, position) in last]
+                page = pages.get((depth, phase, (stage, position) in last), none)  # a stage may have no layers
                 parts.append((page, (stage, micro_batch, chunk, which)))
             for chunk, depth in chunks:
                 parts.append((pages.get((depth, "step", True), none), (stage, -1, chunk, outside)))

@@ -6,11 +6,12 @@ import math
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from lumos_nb.errors import LayoutError
 from lumos_nb.layout import Parallelism, Training, Transformer, check
-from lumos_nb.workloads.llm.passing_memory import PassingRank
-from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Ranks, total
+from lumos_nb.workloads.llm.passing_memory import BACKWARD, BETWEEN, FORWARD, HEAD, WEIGHTS, Passing, counted
+from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Parts, alone, summed, total
 
 __all__ = ["CLASSES", "memory", "memory_over_time", "peak_bytes", "peaks"]
 
@@ -29,8 +30,9 @@ def memory(model: Transformer, layout: Parallelism, train: Training, *, fragment
     -------
     DataFrame
         `stage` (pipeline rank), `class` (one of `CLASSES`), `bytes`, `moment`: "loss" (logits are there), "head" (its
-        backward), "backward" (of a rank's last layer, everything in flight), "next layer", "gradients" (of the first
-        layer, all others made) or "last gradients" (of the embedding).
+        backward), "backward" (of a chunk's last layer, everything in flight), "next layer", "gradients" (of the first
+        layer, all others made), "last gradients" (of the embedding), "weights" (of a pass for the gradients of weights
+        alone) or "forward" (of uneven stages).
 
     Raises
     ------
@@ -47,7 +49,7 @@ def memory(model: Transformer, layout: Parallelism, train: Training, *, fragment
     check(model, layout, train)
     if not 0 <= fragmentation < math.inf:
         raise LayoutError(f"fragmentation is {fragmentation}; give a share of at least 0.")
-    moment, used = Ranks.of(model, layout, train, range(layout.pp)).peak()
+    moment, used = _fullest(model, layout, train)
     used["fragmentation"] = fragmentation * total(used)
     by_class = np.stack([used[name] for name in CLASSES], axis=1)
     return pl.DataFrame(
@@ -65,9 +67,8 @@ def memory(model: Transformer, layout: Parallelism, train: Training, *, fragment
 def memory_over_time(model: Transformer, layout: Parallelism, train: Training, ops: pl.DataFrame) -> pl.DataFrame:
     """Bytes of each pipeline rank by class, at every instant at which a pass of a replayed step changes them.
 
-    What `memory` counts at its moments comes and goes with the passes: a layer's activations are there from the end of
-    its forward pass to that of its backward pass, its workspace and gradients of a micro-batch during the latter.
-    So do the weights that ZeRO gathers, and the gradients that it reduces.
+    The moments of `memory`, at each layer of each pass: what is in flight beside follows from the passes that the step
+    ran. A moment without an op of its own (the loss, the end of a pass) lasts a nanosecond.
 
     Parameters
     ----------
@@ -91,39 +92,73 @@ def memory_over_time(model: Transformer, layout: Parallelism, train: Training, o
     >>> memory_over_time(found.model, found.layout, found.train, found.result.ops)
     """
     check(model, layout, train)
-    pass_of = ("micro_batch", "layer", "phase")
-    kernels = ops.filter(pl.col("kind") == "kernel", pl.col("micro_batch") >= 0, pl.col("phase") != "optimizer")
-    kernels = kernels.filter(~pl.col("name").str.starts_with("embedding")).with_columns(pl.col("layer").cast(pl.Int32))
-    spans = kernels.group_by("rank", *pass_of).agg(
-        begin_ns=pl.min("start_ns"), end_ns=(pl.col("start_ns") + pl.col("dur_ns")).max()
-    )
-    if sorted(spans["rank"].unique()) != [*range(layout.pp)]:
+    if "chunk" not in ops.columns or set(ops["rank"].unique()) != {*range(layout.pp)}:
         raise LayoutError(
-            f"the ops are of ranks {sorted(spans['rank'].unique())}; pp is {layout.pp}: give an estimate's."
+            f"the ops are of ranks {sorted(ops['rank'].unique())}; pp is {layout.pp}: give an estimate's."
         )
-    begin_ns, end_ns = ops.select(begin=pl.min("start_ns"), end=(pl.col("start_ns") + pl.col("dur_ns")).max()).row(0)
-    changes = pl.DataFrame(
-        [
-            (stage, at_ns, name, size.item())
-            for stage in range(layout.pp)
-            for at_ns, used in PassingRank.of(model, layout, train, [stage]).changes(
-                begin_ns, end_ns, spans.filter(rank=stage).select(*pass_of, "begin_ns", "end_ns").rows()
-            )
-            for name, size in used.items()
-        ],
-        schema={"stage": pl.Int32, "time_ns": pl.Int64, "class": pl.String, "bytes": pl.Float64},
-        orient="row",
+    spans, begin_ns = _spans(ops), int(ops.select(pl.min("start_ns")).item())
+    end_ns = int(ops.select((pl.col("start_ns") + pl.col("dur_ns")).max()).item())
+    ranks = []
+    for stage in range(layout.pp):
+        own = _over_passes(model, layout, train, stage, spans.filter(rank=stage), begin_ns)
+        ranks += [own, own.tail(1).with_columns(time_ns=pl.lit(end_ns, pl.Int64))]
+    dense = pl.concat(ranks).unique(["stage", "time_ns"], keep="last", maintain_order=True)
+    long = dense.unpivot(index=["stage", "time_ns"], variable_name="class", value_name="bytes")
+    used = long.filter((pl.col("bytes") > 0).any().over("class")).with_columns(pl.col("bytes").round().cast(pl.Int64))
+    return used.sort("stage", "time_ns", "class")
+
+
+def _spans(ops: pl.DataFrame) -> pl.DataFrame:
+    """When each rank is at a layer of a pass (or at `HEAD`; None: at the embedding); `row` counts passes: 1, 3, 5.."""
+    kernels = ops.filter(pl.col("kind") == "kernel", pl.col("micro_batch") >= 0, pl.col("phase") != "optimizer")
+    layer = pl.col("layer").cast(pl.Int64).fill_null(HEAD)
+    spans = kernels.group_by(
+        "rank", "micro_batch", "chunk",
+        phase=pl.col("phase").replace_strict({"forward": FORWARD, "backward": BACKWARD, "backward_weight": WEIGHTS}),
+        layer=pl.when(~pl.col("name").str.starts_with("embedding")).then(layer),
+    ).agg(begin_ns=pl.min("start_ns"), end_ns=(pl.col("start_ns") + pl.col("dur_ns")).max())  # fmt: skip
+    began = pl.min("begin_ns").over("rank", "micro_batch", "chunk", "phase")
+    return spans.with_columns(row=2 * began.rank("dense").over("rank").cast(pl.Int64) - 1).sort("rank", "row")
+
+
+def _over_passes(
+    model: Transformer, layout: Parallelism, train: Training, stage: int, spans: pl.DataFrame, begin_ns: int
+) -> pl.DataFrame:
+    """Bytes of one rank, a column a class, at each moment of its passes and between them."""
+    passes = spans.group_by("row", maintain_order=True).agg(pl.first("phase", "chunk"), pl.max("end_ns"))
+    count = 2 * passes.height + 1
+    phase, chunk, until_ns = np.full(count, BETWEEN), np.zeros(count, np.int64), np.full(count, begin_ns)
+    phase[1::2], chunk[1::2] = passes["phase"], passes["chunk"]
+    until_ns[1::2] = until_ns[2::2] = passes["end_ns"]
+    ranks = Passing.of(model, layout, train, counted(np.full(count, stage), phase, chunk, layout.chunks))
+    lasting, parts = ranks.lasting(), []
+    for name, layer, there, part in ranks.moments(whole=True):
+        used, zero = summed([lasting, part]), np.zeros(count)
+        frame = pl.DataFrame(
+            {"row": np.arange(count), "layer": np.broadcast_to(layer, count), "until_ns": until_ns}
+            | {of: used.get(of, zero) for of in CLASSES}
+        )
+        parts.append(frame.filter(there).with_columns(head=pl.lit(name == "head")))
+    placed = pl.concat(parts).join(spans.select("row", "layer", "begin_ns"), on=["row", "layer"], how="left")
+    without = pl.col("until_ns") - (pl.col("row") % 2 == 1).cast(pl.Int64)
+    at = pl.coalesce(pl.col("begin_ns") + pl.col("head").cast(pl.Int64), without)
+    return placed.sort("row", maintain_order=True).select(
+        pl.lit(stage, pl.Int32).alias("stage"), at.alias("time_ns"), *CLASSES
     )
-    sums = changes.group_by("stage", "time_ns", "class").agg(pl.col("bytes").sum())
-    every = sums.select("stage", "time_ns").unique().join(sums.select("class").unique(), how="cross")
-    dense = every.join(sums, on=every.columns, how="left").sort("stage", "class", "time_ns")
-    in_use = pl.col("bytes").fill_null(0.0).cum_sum().over("stage", "class")
-    return dense.with_columns(in_use.round().cast(pl.Int64)).sort("stage", "time_ns", "class")
 
 
 def peak_bytes(model: Transformer, layout: Parallelism, train: Training) -> float:
     """Most bytes that any rank uses, without fragmentation; checks nothing."""
-    return float(total(Ranks.of(model, layout, train, range(layout.pp)).peak()[1]).max())
+    return float(total(_fullest(model, layout, train)[1]).max())
+
+
+def _fullest(model: Transformer, layout: Parallelism, train: Training) -> tuple[NDArray[np.str_], Parts]:
+    """The moment of each rank when most is in use, and bytes by class at it."""
+    passes = Passing.fullest(model, train, alone(layout, train), layout.split)
+    moment, used = passes.peak()
+    by_size = np.lexsort((total(used), passes.stage))
+    most = by_size[np.searchsorted(passes.stage[by_size], np.arange(layout.pp), side="right") - 1]
+    return moment[most], {name: size[most] for name, size in used.items()}
 
 
 BLOCK = 4096
@@ -151,13 +186,8 @@ def peaks(model: Transformer, train: Training, layouts: pl.DataFrame) -> tuple[F
 
 
 def _peaks(model: Transformer, train: Training, layouts: pl.DataFrame) -> tuple[Floats, Ints]:
-    pp = layouts["pp"].to_numpy()
-    row = np.repeat(np.arange(len(pp)), pp)
-    stage = np.arange(len(row)) - (np.cumsum(pp) - pp)[row]
-    if len({model.has_experts(layer) for layer in range(model.layers)}) == 1:
-        told = (stage < 2) | (stage >= pp[row] - 2)  # ranks between these have like layers, and as many in flight
-        row, stage = row[told], stage[told]
-    used = Ranks(model, train, layouts, row, stage).most()
-    begins = np.searchsorted(row, np.arange(len(pp)))
-    most = np.maximum.reduceat(used, begins)
-    return most, np.minimum.reduceat(np.where(used == most[row], stage, np.iinfo(np.int64).max), begins)
+    passes = Passing.fullest(model, train, layouts)
+    used = passes.most()
+    most = np.maximum.reduceat(used, np.searchsorted(passes.row, np.arange(layouts.height)))
+    stage = np.where(used == most[passes.row], passes.stage, np.iinfo(np.int64).max)
+    return most, np.minimum.reduceat(stage, np.searchsorted(passes.row, np.arange(layouts.height)))

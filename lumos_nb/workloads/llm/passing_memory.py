@@ -1,118 +1,271 @@
-"""What a pipeline rank uses over a step: what each pass through a layer or the head brings, and takes away."""
+"""What passes while ranks run: bytes by class at each moment of a pass, with all that is in flight beside it.
+
+A step's passes are counted once (`counted`), from a schedule or from what a replay ran. For a peak, those passes are
+enough beside which no other of its kind has more in flight (`fullest`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+import polars as pl
+from numpy.typing import NDArray
 
-from lumos_nb.workloads.llm.rank_memory import Floats, Parts, Ranks, summed, times
+from lumos_nb.layout import Parallelism, Training, Transformer
+from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Parts, Ranks, alone, summed, times, total
+from lumos_nb.workloads.llm.schedule import order
 
-Pass = tuple[int, int | None, str, int, int]
-"""Micro-batch, layer (None: head and loss), phase, begin and end in ns."""
+FORWARD, BACKWARD, WEIGHTS, BETWEEN = range(4)
+"""Phases of a pass, the first three as `schedule.order` numbers them; and the time between two."""
+HEAD, NONE = -1, -2
+"""In the place of a layer: the head with the loss, and none."""
 
 
-class PassingRank(Ranks):
-    """One pipeline rank of one layout."""
+class Passes(NamedTuple):
+    """Passes of pipeline ranks: stage, phase and chunk, (n,), and micro-batches that a chunk has beside: (chunks, n).
 
-    def changes(self, begin_ns: int, end_ns: int, passes: Sequence[Pass]) -> Iterator[tuple[int, Parts]]:
-        """When what is in use on a rank changes, and by how much.
+    `flying` keep activations, `waiting` have gone back but for the gradients of weights.
+    """
 
-        Nothing changes when the step ends, which is told too.
-        """
-        yield begin_ns, self.lasting()
-        yield begin_ns, self.gathered(0, 0.0, 0.0)
-        yield end_ns, {"weights": np.zeros(1)}
-        for _, layer, phase, first_ns, last_ns in passes:
-            yield from self._of_pass(layer, phase, first_ns, last_ns)
-        yield from self._added(passes)
-        yield from self._reduced(passes)
+    stage: Ints
+    phase: Ints
+    chunk: Ints
+    flying: Ints
+    waiting: Ints
 
-    def _of_pass(self, layer: int | None, phase: str, first_ns: int, last_ns: int) -> Iterator[tuple[int, Parts]]:
-        """What a pass through a layer, or through the head, keeps and makes."""
-        if layer is None:
-            gathered = self._more_gathered(1 + self.train.prefetch)
-            if phase == "forward":
-                yield last_ns, self.kept_logits()
-            elif phase == "backward":  # from the loss to the gradient of its logits
-                yield first_ns, self.one_loss()
-                made = summed([self.head(), gathered])
-                yield first_ns + 1, summed([made, times(summed([self.one_loss(), self.kept_logits()]), -1)])
-                yield last_ns, times(made, -1)
-            return
-        of = (np.array([layer]), np.array([layer + 1]))
-        waiting = {"activations": self.apart * self.of_layers("put_off", *of)}
-        if phase not in ("forward", "backward"):
-            yield last_ns, times(waiting, -1)
-            return
-        kept = summed([self.kept(*of), times(self.embedded(), (of[0] == self.chunk(0)[0]).astype(np.float64))])
-        begin, end = self._chunk_of(layer)
-        ahead = end - layer if phase == "forward" else 1 if layer == begin else end - begin
-        gathered = self._more_gathered(min(1 + self.train.prefetch, ahead))
-        made = gathered if phase == "forward" else summed([gathered, self.rise(of[0])])
-        stays = kept if phase == "forward" else summed([waiting, times(kept, -1)])
-        yield first_ns, made
-        yield last_ns, summed([stays, times(made, -1)])
+    def take(self, which: NDArray[np.bool_] | Ints) -> Passes:
+        """Some of them."""
+        return Passes(*(field[..., which] for field in self))
 
-    def _ended(self, passes: Sequence[Pass]) -> dict[tuple[int, int], int]:
-        """Micro-batch and first layer of a chunk -> when its backward pass through the chunk has ended."""
-        ended: dict[tuple[int, int], int] = {}
-        for micro_batch, layer, phase, _, last_ns in passes:
-            if phase == "backward":
-                key = (micro_batch, self._chunk_of(layer)[0])
-                ended[key] = max(last_ns, ended.get(key, 0))
-        return ended
 
-    def _added(self, passes: Sequence[Pass]) -> Iterator[tuple[int, Parts]]:
-        """Gradients of a micro-batch that are not added at once to those that last, but when their chunk is done."""
-        ended, embedding = self._ended(passes), self.trained_ends - self.trained_ends * self.last
-        for micro_batch, layer, phase, first_ns, last_ns in passes:
-            if phase == "backward":
-                made = self.unfused(self._numbers_of(layer))
-                yield first_ns + 1 if layer is None else last_ns, made
-                yield ended[micro_batch, self._chunk_of(layer)[0]] + 1, times(made, -1)
-        for (_, begin), at_ns in ended.items():
-            made = self.unfused(embedding * (begin == self.chunk(0)[0]))
-            yield at_ns, made
-            yield at_ns + 1, times(made, -1)
+class Moment(NamedTuple):
+    """A moment of passes: its name, the layer at work, which passes have it, bytes by class."""
 
-    def _reduced(self, passes: Sequence[Pass]) -> Iterator[tuple[int, Parts]]:
-        """What ZeRO 2 and 3 reduce: of layers a copy until the next is done; head and embedding when their chunk is."""
-        lasting, ended = self.gathered(0, 0.0, 0.0), self._ended(passes)
-        head = self.trained_ends * self.last
-        embedding = self.trained_ends - head
+    name: str
+    layer: Ints | int
+    there: NDArray[np.bool_]
+    parts: Parts
 
-        def more(made: Floats | float, copied: Floats | float) -> Parts:
-            return summed([self.gathered(0, made, copied), times(lasting, -1)])
 
-        copy = more(0.0, self.largest(trained=True))
-        for micro_batch, layer, phase, first_ns, last_ns in passes:
-            if phase != "backward":
-                continue
-            begin, end = self._chunk_of(layer)
-            if layer is None:
-                yield first_ns + 1, more(head, 0.0)
-                yield ended[micro_batch, begin] + 1, times(more(head, 0.0), -1)
-            elif end - begin > 1 and layer in (begin, end - 1):
-                yield last_ns, times(copy, -1 if layer == begin else 1)
-        for (_, begin), at_ns in ended.items():
-            first, last = begin == self.chunk(0)[0], begin == self.chunk(int(self.v[0]) - 1)[0]
-            made = more(embedding * first, embedding * first + head * last)
-            yield at_ns, made
-            yield at_ns + 1, times(made, -1)
+def counted(stage: Ints, phase: Ints, chunk: Ints, chunks: int) -> Passes:
+    """Passes with what is in flight beside them: all of some ranks, rank by rank in their order."""
+    own = chunk == np.arange(chunks)[:, None]
+    first = np.searchsorted(stage, stage)
 
-    def _more_gathered(self, layers: int) -> Parts:
-        """Weights of so many layers, gathered beside those of the ends."""
-        return summed([self.gathered(layers, 0.0, 0.0), times(self.gathered(0, 0.0, 0.0), -1)])
+    def before(more: int, less: int) -> Ints:
+        change = own * ((phase == more).astype(np.int64) - (phase == less))
+        count = np.cumsum(change, axis=1) - change
+        beside: Ints = count - count[:, first] - own * (phase == less)
+        return beside
 
-    def _chunk_of(self, layer: int | None) -> tuple[int, int]:
-        """The layers of the chunk that has one, or has the head."""
-        bounds = [(int(begin[0]), int(end[0])) for begin, end in map(self.chunk, range(int(self.v[0])))]
-        return bounds[-1] if layer is None else next(one for one in bounds if one[0] <= layer < one[1])
+    apart = (phase == WEIGHTS).any()
+    waiting = before(BACKWARD, WEIGHTS) if apart else np.zeros(own.shape, np.int64)
+    return Passes(stage, phase, chunk, before(FORWARD, BACKWARD), waiting)
 
-    def _numbers_of(self, layer: int | None) -> Floats:
-        """Numbers whose gradients a backward pass makes."""
-        if layer is None:
-            head: Floats = self.trained_ends * self.last
-            return head
-        return self.layers_numbers(np.ones(1, np.int64), self.routed(np.array([layer]), np.array([layer + 1])))
+
+@lru_cache(maxsize=1024)
+def fullest(kind: str, pp: int, count: int, chunks: int, alike: bool) -> Passes:
+    """The passes of a schedule of which one has the peak.
+
+    Where chunks are `alike`, sums over them say what is in flight, the ranks between the second and the last but one
+    have no more than these, and a forward pass has less than the backward pass that follows.
+    """
+    stage, phase, _, chunk, _ = order(kind, pp, count, chunks)
+    every = counted(stage, phase, chunk, chunks)
+    first, last = every.stage == 0, every.stage == (0 if kind == "zb-v" else pp - 1)
+    if not alike:
+        return every.take(_unsurpassed([every.stage, every.phase, every.chunk], [*every.flying, *every.waiting]))
+    ends = [first & (every.chunk == 0), last & (every.chunk == chunks - 1)]
+    sums = [every.flying.sum(axis=0), every.waiting.sum(axis=0), first * every.flying[0]]
+    kept = _unsurpassed([every.stage, every.phase, *ends], [*sums, last * every.flying[-1], last * every.waiting[-1]])
+    there = every.take(kept)
+    return there.take((there.phase != FORWARD) & ((there.stage < 2) | (there.stage >= pp - 2)))
+
+
+def _unsurpassed(groups: list[Ints], sizes: list[Ints]) -> Ints:
+    """Rows than which none of their group has as much or more of every size: one of several like ones."""
+    keys, of = np.unique(np.stack(groups), axis=1, return_inverse=True)
+    kept = []
+    for group in range(keys.shape[1]):
+        rows = np.flatnonzero(of == group)
+        some, at = np.unique(np.stack(sizes)[:, rows], axis=1, return_index=True)
+        beaten = (some[:, :, None] <= some[:, None, :]).all(axis=0).sum(axis=1) > 1
+        kept.append(rows[at[~beaten]])
+    return np.sort(np.concatenate(kept))
+
+
+class Passing(Ranks):
+    """Ranks in the midst of a pass, one pass a row."""
+
+    def __init__(
+        self, model: Transformer, train: Training, layouts: pl.DataFrame, row: Ints, passes: Passes,
+        split: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(model, train, layouts, row, passes.stage, split)
+        self.passes = passes
+        self.begin, self.end = self.chunk(passes.chunk)
+        top = passes.chunk == self.v - 1
+        self.embeds, self.heads = self.first & (passes.chunk == 0), self.last & top
+        made = np.zeros_like(self.ends) if train.lora else self.numbers["last"].dense + self.numbers["copy"].dense
+        self.of_head: Floats = self.heads * made
+        self.of_embedding: Floats = self.embeds * self.embedding * (not train.lora)
+
+    @classmethod
+    def of(cls, model: Transformer, layout: Parallelism, train: Training, passes: Passes) -> Passing:
+        """Passes of ranks of one layout."""
+        return cls(model, train, alone(layout, train), np.zeros(len(passes.stage), np.int64), passes, layout.split)
+
+    @classmethod
+    def fullest(
+        cls, model: Transformer, train: Training, layouts: pl.DataFrame, split: tuple[int, ...] = ()
+    ) -> Passing:
+        """The passes of layouts of which one has the peak."""
+        alike = not split and len({model.has_experts(layer) for layer in range(model.layers)}) == 1
+        count = train.global_batch // (pl.col("micro_batch") * pl.col("dp"))
+        # Rounds of a pipeline repeat after the second; of gpipe all are in flight together.
+        told = pl.when(pl.col("schedule") == "gpipe").then(count).otherwise(pl.min_horizontal(count, 3 * pl.col("pp")))
+        keys = layouts.select("schedule", "pp", told.alias("count"), "chunks")
+        distinct = keys.unique(maintain_order=True).with_row_index("cell")
+        of = keys.join(distinct, on=keys.columns, how="left", maintain_order="left")["cell"].to_numpy()
+        cells = [fullest(*cell, alike) for cell in distinct.drop("cell").iter_rows()]
+        sizes = np.array([len(cell.stage) for cell in cells])
+        row = np.repeat(np.arange(len(of)), sizes[of])
+        begins = np.cumsum(sizes[of]) - sizes[of]
+        at = (np.cumsum(sizes) - sizes)[of][row] + np.arange(len(row)) - begins[row]
+        wide = max(len(cell.flying) for cell in cells)
+        padded = (cell._replace(flying=_rows(cell.flying, wide), waiting=_rows(cell.waiting, wide)) for cell in cells)
+        joined = Passes(*(np.concatenate(field, axis=-1) for field in zip(*padded, strict=True)))
+        return cls(model, train, layouts, row, joined.take(at), split)
+
+    def beside(self) -> Parts:
+        """What other micro-batches have in flight."""
+        flying, waiting = self.passes.flying, self.passes.waiting
+        parts = [times(self.embedded(), flying[0])]
+        for chunk, (begin, end) in enumerate(self.chunks()):
+            top = self.v - 1 == chunk
+            parts.append(times(self.kept(begin, end), flying[chunk]))
+            parts.append(times(self.kept_logits(), top * flying[chunk]))
+            if self.apart.any():
+                put_off = summed([self.put_off(begin, end), times(self.head_put_off(), top)])
+                parts.append(times(put_off, self.apart * waiting[chunk]))
+        return summed(parts)
+
+    def moments(self, *, whole: bool = False) -> Iterator[Moment]:
+        """All moments that may be the peak; with `whole` each pass layer by layer, and what is between them."""
+        beside, phase = self.beside(), self.passes.phase
+        mixed = len(self.layer_of) > 1
+        most = int((self.end - self.begin).max())
+        if whole or (phase == FORWARD).any():
+            yield from self._forward(beside, range(most))
+        yield from self._backward(beside, range(most) if whole or mixed else range(min(2, most)), ends=not whole)
+        if self.apart.any():
+            yield from self._weights(beside, range(most) if whole or mixed else range(1))
+        if whole:
+            yield Moment("between", NONE, phase == BETWEEN, summed([beside, self.gathered(0, 0.0, 0.0)]))
+
+    def _forward(self, beside: Parts, layers: range) -> Iterator[Moment]:
+        ids = times(self.embedded(), self.embeds)
+        for number in layers:
+            layer = np.minimum(self.begin + number, self.end)
+            there = (self.passes.phase == FORWARD) & (layer < self.end)
+            gathered = self.gathered(np.minimum(1 + self.train.prefetch, self.end - layer), 0.0, 0.0)
+            yield Moment("forward", layer, there, summed([beside, ids, self.kept(self.begin, layer), gathered]))
+
+    def _backward(self, beside: Parts, layers: range, *, ends: bool) -> Iterator[Moment]:
+        begin, end, backward, here = self.begin, self.end, self.passes.phase == BACKWARD, ~self.apart
+        ahead, copied = 1 + self.train.prefetch, self.largest(trained=True)
+        beside = summed([beside, times(self.embedded(), self.embeds)])
+        every = summed([beside, self.kept(begin, end)])
+        loss = times(summed([self.kept_logits(), self.one_loss()]), self.heads)
+        yield Moment(
+            "loss",
+            HEAD,
+            backward & self.heads,
+            summed([every, loss, self.gathered(np.minimum(1, end - begin), 0.0, 0.0)]),
+        )
+        made = here * self.of_head
+        gathered = self.gathered(np.minimum(ahead, end - begin), made, 0.0)
+        yield Moment("head", HEAD, backward & self.heads, summed([every, self.head(), self.unfused(made), gathered]))
+        waiting = times(self.head_put_off(), self.apart * self.heads)
+
+        def going(layer: Ints, name: str) -> Moment:
+            there = backward & (layer >= begin) & (layer < end)
+            layer = layer.clip(begin, (end - 1).clip(begin)).clip(0, self.model.layers - 1)  # there may be none
+            behind = np.minimum(layer + 1, end)
+            own = here * self.growing(layer)
+            sums = made + own + here * self.made(behind, end)
+            gathered = self.gathered(np.minimum(ahead, behind - begin), made + own, here * copied * (behind < end))
+            gone = [waiting, times(self.put_off(behind, end), self.apart), self.unfused(sums), gathered]
+            return Moment(name, layer, there, summed([beside, self.kept(begin, behind), self.rise(layer), *gone]))
+
+        for number in layers:
+            yield going(end - 1 - number, "next layer" if number else "backward")
+        if ends:
+            yield going(begin, "gradients")
+        sums, several = made + self.of_embedding, here * copied * (begin < end)
+        waits = [
+            waiting,
+            times(self.put_off(begin, end), self.apart),
+            self.unfused(sums + here * self.made(begin, end)),
+        ]
+        reduced = self.trained_ends * (self.embeds & self.heads) + (self.embeds ^ self.heads) * sums
+        for gathered in (self.gathered(0, sums, several), self.gathered(0, sums, reduced, without=reduced)):
+            yield Moment("last gradients", NONE, backward, summed([beside, *waits, gathered]))
+
+    def _weights(self, beside: Parts, layers: range) -> Iterator[Moment]:
+        """Of passes for the gradients of weights alone: each layer's are there, what it waited with has gone."""
+        begin, end, weights, head = self.begin, self.end, self.passes.phase == WEIGHTS, self.of_head
+        parts = [beside, self.put_off(begin, end), self.unfused(head), self.gathered(0, head, 0.0)]
+        yield Moment("weights", HEAD, weights & self.heads, summed(parts))
+
+        def done(layer: Ints) -> Moment:
+            there = weights & (layer >= begin) & (layer < end)
+            layer = layer.clip(begin, (end - 1).clip(begin))
+            behind = np.minimum(layer + 1, end)
+            reduced = self.gathered(0, head + self.made(layer, behind), self.largest(trained=True))
+            parts = [beside, self.put_off(begin, layer), self.unfused(head + self.made(layer, end)), reduced]
+            return Moment("weights", layer, there, summed(parts))
+
+        for number in layers:
+            yield done(end - 1 - number)
+        if len(layers) == 1:
+            yield done(begin)
+        parts = [beside, self.unfused(head + self.made(begin, end)), self.gathered(0, head, head, without=head)]
+        yield Moment("weights", NONE, weights, summed(parts))
+
+    def made(self, begin: Ints, end: Ints) -> Floats:
+        """Numbers of the gradients of some layers."""
+        return self.layers_numbers(end - begin, self.routed(begin, end))
+
+    def growing(self, layer: Ints) -> Floats:
+        """Numbers of the gradients of a layer's weights at the peak of its own backward pass, where they stay."""
+        routed = self.routed(layer, layer + 1)
+        stay = (self.zero >= 2) & (self.sharded > 1) | (self.zero < 2) & (not self.train.fused_grads)
+        if not stay.any():
+            return np.zeros(len(layer))
+        return stay * sum(
+            (np.where(routed == kind, one, 0.0) for kind, one in self.grown.items()), np.zeros(len(layer))
+        )
+
+    def most(self) -> Floats:
+        """Most bytes in use in each pass."""
+        passing = [np.where(moment.there, total(moment.parts), 0.0) for moment in self.moments()]
+        most: Floats = total(self.lasting()) + np.maximum.reduce(passing)
+        return most
+
+    def peak(self) -> tuple[NDArray[np.str_], Parts]:
+        """The moment of each pass when most is in use, and bytes by class at it."""
+        moments = [*self.moments()]
+        totals = [np.where(moment.there, total(moment.parts), -np.inf) for moment in moments]
+        at, rows = np.argmax(totals, axis=0), np.arange(len(self.row))
+        zero = np.zeros(len(self.row))
+        passing = {name: np.stack([moment.parts.get(name, zero) for moment in moments])[at, rows] for name in CLASSES}
+        return np.array([moment.name for moment in moments])[at], summed([passing, self.lasting()])
+
+
+def _rows(counts: Ints, wide: int) -> Ints:
+    """Counts of so many chunks, of which the last are none."""
+    return np.pad(counts, ((0, wide - len(counts)), (0, 0)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.layout import OPTIMIZER_STATES, SIZE_OF, Parallelism, Training, Transformer
 from lumos_nb.transformer import Weight
-from lumos_nb.workloads.llm.tensors import layer_tensors
+from lumos_nb.workloads.llm.tensors import layer_tensors, op_of
 
 CLASSES = (
     "weights",  # with ZeRO 3 the sharded fp32 ones that layers are gathered from
@@ -62,6 +62,20 @@ def _layer(
     return sums[0], sums[1], made.rise(recompute), made.put_off()
 
 
+@lru_cache(maxsize=4096)
+def _grown(
+    model: Transformer, layout: Parallelism, train: Training, weights: tuple[Weight, ...], recompute: str
+) -> float:
+    """By how much more the backward pass of a layer rises where the gradients of its weights stay until it is done."""
+    made = layer_tensors(model, layout, train, experts=any(weight.part == "experts" for weight in weights))
+    stay: dict[str, float] = {}
+    for weight in weights:
+        stay[op_of(weight)] = stay.get(op_of(weight), 0) + numbers_held(weight, model, layout)
+    number = SIZE_OF[train.kept_dtype]
+    grown = made.rise(recompute, {name: count * number for name, count in stay.items()})
+    return (grown - made.rise(recompute)) / number
+
+
 class _Numbers(NamedTuple):
     """Parameters on a rank: of all but experts, and of these, which ZeRO spreads over fewer ranks."""
 
@@ -90,6 +104,12 @@ def numbers_held(weight: Weight, model: Transformer, layout: Parallelism) -> flo
     return weight.size / layout.tp
 
 
+def alone(layout: Parallelism, train: Training) -> pl.DataFrame:
+    """A layout as a row of a table of them."""
+    fields = {name: getattr(layout, name) for name in layout.__struct_fields__ if name != "split"}
+    return pl.DataFrame([fields | {"micro_batch": train.micro_batch, "recompute": train.recompute}])
+
+
 class Ranks:
     """Pipeline ranks of layouts: `row` is the layout of each, and `stage` its place; `split` cuts stages unevenly."""
 
@@ -102,7 +122,7 @@ class Ranks:
         split: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         self.model, self.train, self.layouts, self.row, self.stage = model, train, layouts, row, stage
-        self.number, self.grad_bytes = max(2, SIZE_OF[train.dtype]), SIZE_OF[train.grad_dtype]
+        self.number, self.grad_bytes = SIZE_OF[train.kept_dtype], SIZE_OF[train.grad_dtype]
         self.bounds = np.cumsum([0, *split]) if split else None
         experts = [model.has_experts(layer) for layer in range(model.layers)]
         self.layer_of = {kind: experts.index(kind) for kind in (False, True) if kind in experts}
@@ -121,29 +141,22 @@ class Ranks:
         self.apart = self.folded | (self.schedule == "zb-h1")  # weight gradients are passes of their own
         self.first, self.last = stage == 0, stage == np.where(self.folded, 0, self.pp - 1)
 
-    @classmethod
-    def of(cls, model: Transformer, layout: Parallelism, train: Training, stages: Sequence[int]) -> Self:
-        """Some ranks of one layout."""
-        fields = {name: getattr(layout, name) for name in layout.__struct_fields__ if name != "split"}
-        one = pl.DataFrame([fields | {"micro_batch": train.micro_batch, "recompute": train.recompute}])
-        return cls(model, train, one, np.zeros(len(stages), np.int64), np.array(stages), layout.split)
-
     # Counts, an array with a number for each rank
 
     def axis(self, name: str) -> NDArray[Any]:
         """A column of the layouts, for each rank."""
         return self.layouts[name].to_numpy()[self.row]
 
-    def cells(self, names: Sequence[str], count: Callable[[Parallelism, str], Sequence[float]]) -> Floats:
+    def cells(self, names: Sequence[str], count: Callable[[Parallelism, int, str], Sequence[float]]) -> Floats:
         """What depends on some axes alone, counted once for each of their combinations: (k, ranks)."""
         keys = self.layouts.select(names)
         distinct = keys.unique(maintain_order=True).with_row_index("cell")
         of = keys.join(distinct, on=names, how="left", maintain_order="left")["cell"].to_numpy()
         counted = []
         for cell in distinct.drop("cell").iter_rows(named=True):
-            recompute = cell.pop("recompute", "none")
+            recompute, micro_batch = cell.pop("recompute", "none"), cell.pop("micro_batch", 1)
             room = cell.get("ep", 1) * (cell.get("etp", 0) or cell["tp"])
-            counted.append(count(Parallelism(dp=room, **cell), recompute))
+            counted.append(count(Parallelism(dp=room, **cell), micro_batch, recompute))
         return np.array(counted, np.float64).T[:, of[self.row]]
 
     @cached_property
@@ -153,9 +166,23 @@ class Ranks:
         names = ("tp", "sequence_parallel", "cp", "etp", "recompute")
         kinds, size = [*self.layer_of], len(_Layer._fields)
         per = self.cells(
-            names, lambda layout, how: [x for kind in kinds for x in _layer(self.model, layout, one, kind, how)]
+            names, lambda layout, _, how: [x for kind in kinds for x in _layer(self.model, layout, one, kind, how)]
         )
         return {kind: _Layer(*per[size * i : size * (i + 1)] * self.micro_batch) for i, kind in enumerate(kinds)}
+
+    @cached_property
+    def grown(self) -> dict[bool, Floats]:
+        """Gradients of a layer without and with experts that are there at the peak of its own backward pass."""
+        names = ("tp", "sequence_parallel", "cp", "ep", "etp", "micro_batch", "recompute")
+        weights = [self.model.weights(layer) for layer in self.layer_of.values()]
+        if rank := self.train.lora:
+            weights = [tuple(a for w in some for a in w.adapters(rank)) for some in weights]
+
+        def count(layout: Parallelism, micro_batch: int, recompute: str) -> list[float]:
+            train = msgspec.structs.replace(self.train, micro_batch=micro_batch)
+            return [_grown(self.model, layout, train, some, recompute) for some in weights]
+
+        return dict(zip(self.layer_of, self.cells(names, count), strict=True))
 
     @cached_property
     def numbers(self) -> dict[str | bool | tuple[bool, str], _Numbers]:
@@ -170,7 +197,8 @@ class Ranks:
             parts[kind] = weights
             parts[kind, "trained"] = tuple(a for w in weights for a in w.adapters(rank)) if rank else weights
         per = self.cells(
-            ("tp", "ep", "etp"), lambda layout, _: [x for some in parts.values() for x in _numbers(model, layout, some)]
+            ("tp", "ep", "etp"),
+            lambda layout, *_: [x for some in parts.values() for x in _numbers(model, layout, some)],
         )
         return {name: _Numbers(*per[2 * i : 2 * i + 2]) for i, name in enumerate(parts)}
 
@@ -194,10 +222,9 @@ class Ranks:
         there = layer.clip(0, self.model.layers - 1)  # a rank may hold none
         return {"workspace": self.of_layers("rise", there, there + 1)}
 
-    def freed(self, begin: Ints, end: Ints) -> Parts:
-        """What a micro-batch holds less once layers have gone back, but for what weight passes wait for."""
-        waiting = {"activations": self.apart * self.of_layers("put_off", begin, end)}
-        return summed([times(self.kept(begin, end), -1), waiting])
+    def put_off(self, begin: Ints, end: Ints) -> Parts:
+        """What the weight passes of layers wait with."""
+        return {"activations": self.of_layers("put_off", begin, end)}
 
     def chunk(self, chunk: Ints | int) -> tuple[Ints, Ints]:
         """The layers of a chunk of each rank: first, and the one behind the last."""
@@ -210,33 +237,18 @@ class Ranks:
 
     @cached_property
     def layers(self) -> tuple[Ints, Ints]:
-        """Those of the chunk whose backward pass is the first."""
-        (begin, end), (first, behind) = self.chunk(self.v - 1), self.chunk(0)
-        return np.where(begin < end, begin, first), np.where(begin < end, end, behind)
-
-    def in_flight(self, chunk: Ints | int) -> Ints:
-        """Micro-batches whose activations a chunk holds when its rank begins its first backward pass."""
-        pp, v, held = self.pp, self.v, np.minimum(self.pp - self.stage, self.count)
-        passes = np.minimum(2 * (pp - self.stage) - 1 + (v - 1) * pp, v * self.count)
-        turns, rest = np.divmod(passes, pp * v)
-        held = np.where(self.schedule == "interleaved", turns * pp + np.clip(rest - chunk * pp, 0, pp), held)
-        held = np.where(self.schedule == "gpipe", self.count, held)
-        folded = np.where(np.equal(chunk, 0), 2 * pp - self.stage - 1, self.stage + 1)  # together as 1F1B's first rank
-        return np.where(self.folded, np.minimum(folded, self.count), held)
-
-    @cached_property
-    def chunks(self) -> tuple[Parts, Ints, Ints, Floats]:
-        """Of all chunks: bytes in flight, layers, those with experts, and what weight passes put off would hold."""
-        kept, put_off = [], np.zeros(len(self.row))
+        """Layers of all chunks, and those of them with experts."""
         count, routed = np.zeros((2, len(self.row)), np.int64)
-        for chunk in range(int(self.v.max())):
-            there = chunk < self.v
-            begin, end = (np.where(there, bound, 0) for bound in self.chunk(np.minimum(chunk, self.v - 1)))
-            kept.append(times(self.kept(begin, end), self.in_flight(chunk)))
+        for begin, end in self.chunks():
             count += end - begin
             routed += self.routed(begin, end)
-            put_off += self.of_layers("put_off", begin, end)
-        return summed(kept), count, routed, put_off
+        return count, routed
+
+    def chunks(self) -> Iterator[tuple[Ints, Ints]]:
+        """The layers of each chunk; of those that a rank has not, none."""
+        for chunk in range(int(self.v.max())):
+            begin, end = self.chunk(np.minimum(chunk, self.v - 1))
+            yield begin, np.where(chunk < self.v, end, begin)
 
     def parameters(self, numbers: _Numbers, *, sharded: bool) -> Floats:
         """Whole, or the shard that ZeRO leaves."""
@@ -259,17 +271,23 @@ class Ranks:
     def ends(self) -> Floats:
         """Parameters of embedding and head; a tied head on another rank than the embedding is a copy of it."""
         copied = self.numbers["copy"].dense * ~self.first
-        numbers: Floats = self.first * self.numbers["first"].dense + self.last * (self.numbers["last"].dense + copied)
+        numbers: Floats = self.embedding + self.last * (self.numbers["last"].dense + copied)
+        return numbers
+
+    @cached_property
+    def embedding(self) -> Floats:
+        """Parameters before the first layer."""
+        numbers: Floats = self.first * self.numbers["first"].dense
         return numbers
 
     @cached_property
     def trained_ends(self) -> Floats:
-        """What is trained of them: no adapter is there."""
+        """What is trained of embedding and head: no adapter is there."""
         return np.zeros_like(self.ends) if self.train.lora else self.ends
 
     def largest(self, *, trained: bool = False) -> Floats:
         """Parameters of the largest layer, or what is trained of them."""
-        _, count, routed, _ = self.chunks
+        count, routed = self.layers
         there, of = {False: routed < count, True: routed > 0}, self.of_kind(trained=trained)
         most: Floats = np.maximum.reduce([there[kind] * of[kind] for kind in of])
         return most
@@ -279,7 +297,7 @@ class Ranks:
     def lasting(self) -> Parts:
         """What is there throughout a step."""
         train, zero = self.train, self.zero
-        _, count, routed, _ = self.chunks
+        count, routed = self.layers
         whole, shard, frozen, frozen_shard = (
             ends / (self.sharded if cut else 1) + self.layers_numbers(count, routed, trained=trained, sharded=cut)
             for trained, ends in ((True, self.trained_ends), (False, self.ends))
@@ -306,14 +324,16 @@ class Ranks:
         copied: Floats = (train.bucket_copies & (self.replicas > 1) & (self.zero < 2)) * self.number * whole
         return copied + 2 * message * (self.pp > 1) + rings * pair * (self.cp > 1)
 
-    def gathered(self, layers: int, made: Floats | float, copied: Floats | float) -> Parts:
+    def gathered(
+        self, layers: Ints | int, made: Floats | float, copied: Floats | float, *, without: Floats | float = 0.0
+    ) -> Parts:
         """What ZeRO 2 and 3 have beside their shards: gathered weights, gradients that are `made`, a copy to reduce.
 
-        As FSDP does: embedding and head stay gathered, a layer's gradients are reduced when it is done, from a copy in
-        the format of reduction that lasts until the next layer is done.
+        As FSDP does: embedding and head stay gathered (`without` those whose gradients are reduced), a layer's
+        gradients are reduced when it is done, from a copy in the format of reduction that lasts until the next layer
+        is done.
         """
-        begin, end = self.layers
-        held = (self.ends + np.minimum(layers, end - begin) * self.largest()) * (self.zero == 3)
+        held = (self.ends - without + layers * self.largest()) * (self.zero == 3)
         there = (self.zero >= 2) & (self.sharded > 1)
         return {"buffers": there * (self.number * (held + made) + copied * self.grad_bytes)}
 
@@ -321,18 +341,10 @@ class Ranks:
         """Gradients of a micro-batch in the format of compute, before they are added to those that last."""
         return {"gradients": numbers * self.number * ((self.zero < 2) & (not self.train.fused_grads))}
 
-    def held(self) -> Parts:
-        """What micro-batches in flight keep."""
-        kept, _, _, put_off = self.chunks
-        ids = times(self.embedded(), self.in_flight(0))
-        waiting = np.minimum(self.pp, self.count) - self.in_flight(0)
-        # With zb-h1 a rank puts off weight gradients until it holds as much as the first.
-        return summed([kept, ids, {"activations": (self.schedule == "zb-h1") * waiting * put_off}])
-
     def embedded(self) -> Parts:
         """What the embedding keeps of a micro-batch: token ids, and its mask."""
         mask = self.train.dropout * self.model.hidden / self.spread
-        return {"bookkeeping": self.first * self.tokens * (8 + mask)}
+        return {"bookkeeping": self.first * self.tokens * (8 * (not self.train.lora) + mask)}
 
     @property
     def hidden_bytes(self) -> tuple[Floats, Floats, Floats]:
@@ -362,71 +374,10 @@ class Ranks:
         gradient = np.ceil(self.model.vocab / self.tp) / self.model.hidden * whole
         return {"logits": inputs + gradient, "workspace": anew + part}
 
-    def moments(self) -> Iterator[tuple[str, NDArray[np.bool_], Parts]]:
-        """What passes, by class, at each moment that may be the peak, and which ranks have it."""
-        held, ahead, head = self.held(), 1 + self.train.prefetch, self.trained_ends * self.last
-        flying = self.in_flight(self.v - 1)
-        logits = summed([times(self.kept_logits(), flying), self.one_loss()])
-        yield "loss", self.last, summed([held, logits, self.gathered(0, 0.0, 0.0)])
-        held = summed([held, times(self.kept_logits(), flying - 1)])
-        yield "head", self.last, summed([held, self.head(), self.unfused(head), self.gathered(ahead, head, 0.0)])
-        yield from self.backward(held, *self.layers, there=np.full(len(self.row), fill_value=True))
-        if self.apart.any():
-            yield from self.put_off()
-
-    def backward(
-        self, held: Parts, begin: Ints, end: Ints, there: NDArray[np.bool_]
-    ) -> Iterator[tuple[str, NDArray[np.bool_], Parts]]:
-        """The moments of a backward pass through some layers."""
-        ends, head, some, several = self.trained_ends, self.trained_ends * self.last, begin < end, end - begin > 1
-        routed = self.routed(begin, end)
-        ahead, copied = 1 + self.train.prefetch, self.largest(trained=True) * several
-        yield (
-            "backward", there & some,
-            summed([held, self.rise(end - 1), self.unfused(head), self.gathered(ahead, head, 0.0)]),
-        )  # fmt: skip
-        gone = [self.freed(end - some, end), self.rise(end - 2)]
-        yield "next layer", there & (end - begin > 2), summed([held, *gone, self.gathered(ahead, head, copied)])
-        made = head + self.layers_numbers(end - begin - some, self.routed(begin + some, end))
-        gone = [self.freed(begin + some, end), self.rise(begin), self.unfused(made)]
-        yield "gradients", there & some, summed([held, *gone, self.gathered(1, head, copied)])
-        gone = [self.freed(begin, end), self.unfused(ends + self.layers_numbers(end - begin, routed))]
-        yield "last gradients", there, summed([held, *gone, self.gathered(0, ends, ends)])
-
-    def put_off(self) -> Iterator[tuple[str, NDArray[np.bool_], Parts]]:
-        """Those of the last backward passes of a rank that puts off weight gradients: most of these wait by then.
-
-        Of `zb-h1` only with fewer micro-batches than ranks. Of `zb-v` they are in the sections of `schedule` behind the
-        steady ones, or, of few micro-batches, the last before these.
-        """
-        after = self.count - np.maximum(2 * self.pp - 1, self.count)  # 0, or how many are not there of those planned
-        turn = after + self.pp - 1  # of the section in which both chunks put off, the last pass through the first
-        begun = np.minimum(self.stage, self.count - 1)
-        few = after + self.pp - self.stage <= 0
-        own = np.where(few, turn, np.clip(turn + 1, 0, self.stage))
-        others = np.minimum(own, np.clip(after + self.stage, 0, self.stage))
-        flying = np.where(self.folded, np.where(few, 1, after + self.pp - self.stage), self.count - begun)
-        put_off = np.where(self.folded, own, begun) * self.of_layers("put_off", *self.chunk(0))
-        put_off += self.folded * others * self.of_layers("put_off", *self.chunk(self.v - 1))
-        begin, end = self.chunk(0)
-        there = (self.folded & (turn >= 0)) | ((self.schedule == "zb-h1") & (self.count < self.pp))
-        held = times(summed([self.kept(begin, end), self.embedded()]), np.minimum(flying, self.in_flight(0)))
-        yield from self.backward(summed([held, {"activations": put_off}]), begin, end, there)
-
-    def most(self) -> Floats:
-        """Most bytes in use."""
-        passing = [np.where(there, total(parts), 0.0) for _, there, parts in self.moments()]
-        most: Floats = total(self.lasting()) + np.maximum.reduce(passing)
-        return most
-
-    def peak(self) -> tuple[NDArray[np.str_], Parts]:
-        """The moment of each rank when most is in use, and bytes by class at it."""
-        names, there, parts = zip(*self.moments(), strict=True)
-        totals = [np.where(own, total(part), -np.inf) for own, part in zip(there, parts, strict=True)]
-        at, ranks = np.argmax(totals, axis=0), np.arange(len(self.row))
-        zero = np.zeros(len(self.row))
-        passing = {name: np.stack([part.get(name, zero) for part in parts])[at, ranks] for name in CLASSES}
-        return np.array(names)[at], summed([passing, self.lasting()])
+    def head_put_off(self) -> Parts:
+        """What the weight pass of the head waits with."""
+        needed = {"logits": np.ceil(self.model.vocab / self.tp) * self.tokens * self.number + self.hidden_bytes[2]}
+        return times(needed, self.last * (not self.train.lora))
 
 
 def summed(parts: Sequence[Parts]) -> Parts:

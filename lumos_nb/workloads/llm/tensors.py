@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from lumos_nb.layout import SIZE_OF, Parallelism, Training, Transformer
-from lumos_nb.transformer import ADAPTED
+from lumos_nb.transformer import ADAPTED, Weight
 
 
 class Op(NamedTuple):
@@ -43,18 +43,22 @@ class LayerTensors(NamedTuple):
         again = {name for op in self.ops for name in op.repeats} if recompute == "selective" else set()
         return {name: self.size_bytes[name] for op in self.ops for name in op.saves if name not in again}
 
-    def rise(self, recompute: str = "none") -> float:
-        """Most bytes alive in the backward pass above what the layer kept (the gradient of its output included)."""
+    def rise(self, recompute: str = "none", weights: Mapping[str, float] | None = None) -> float:
+        """Most bytes alive in the backward pass above what the layer kept (the gradient of its output included).
+
+        `weights` are bytes of the gradients that the weights of an op get and that stay until the layer is done.
+        """
         kept = self.kept("none" if recompute == "full" else recompute)
         again = {name: self.size_bytes[name] for op in self.ops for name in op.repeats if name not in kept}
         needed = {name: op for op in reversed(self.ops) for name in op.saves}  # the op whose backward needs it last
         gradients = {self.ops[-1].makes: self.size_bytes[self.ops[-1].makes]}
-        start, most = sum(self.kept(recompute).values()), 0.0
+        start, most, stay = sum(self.kept(recompute).values()), 0.0, 0.0
         for op in reversed(self.ops):
             made = {name: 0.0 if op.name.startswith("add") else self.size_bytes[name] for name in op.reads}
             if op.repeats:  # what they all saved is made again before the last of them goes back
                 kept, again = kept | again, {}
-            most = max(most, sum(sum(some.values()) for some in (kept, gradients, made)) + op.whole_bytes)
+            stay += (weights or {}).get(op.name, 0.0)
+            most = max(most, sum(sum(some.values()) for some in (kept, gradients, made)) + op.whole_bytes + stay)
             passed = gradients.pop(op.makes)
             gradients.pop(op.also, None)
             if op.name.startswith("add"):  # both inputs have the gradient of the sum: one tensor
@@ -65,8 +69,15 @@ class LayerTensors(NamedTuple):
 
     def put_off(self) -> float:
         """Bytes that weight gradients need which are put off (zero-bubble schedules): inputs and output gradients."""
-        linear = [op for op in self.ops if op.name.endswith("linear")]
+        linear = [op for op in self.ops if op.name.endswith("linear") and op.saves]
         return sum({name: self.size_bytes[name] for op in linear for name in (*op.reads, op.makes)}.values())
+
+
+def op_of(weight: Weight) -> str:
+    """The op of a layer that makes the gradient of a weight or of its bias; norms have none that counts."""
+    name = weight.name.split(" of ")[-1].removesuffix(" bias").replace(" down", " narrow")
+    of = {"experts": "expert ", "shared": "shared "}.get(weight.part, "")
+    return f"{of}{name} linear"
 
 
 class _Widths(NamedTuple):
