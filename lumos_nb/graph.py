@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -12,11 +13,11 @@ from lumos_nb import lanes, measure, repairs, rules
 from lumos_nb.clocks import align_clocks
 from lumos_nb.display import Shown
 from lumos_nb.ops import ops_and_report, step_marks
-from lumos_nb.schema import EDGES, EVENTS, OPS, require
+from lumos_nb.schema import DEVICE_KINDS, EDGES, EVENTS, OPS, require
 from lumos_nb.step_times import StepTimes, extents
 from lumos_nb.traces.export import OnAClock
 from lumos_nb.traces.run import Run
-from lumos_nb.waits import find_waits, identify, sync_records
+from lumos_nb.waits import Sightings, identify, sync_records
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -72,7 +73,81 @@ GROUPS = {"group": pl.String(), "description": pl.String(), "ranks": pl.List(pl.
 """Columns of `Recording.groups`."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+class AllSteps:
+    """What ops of all steps say to the graph of any of them: each thing is made once, when first needed.
+
+    Parameters
+    ----------
+    ops, records
+        As of `Recording`, of all ranks or of one.
+    cuda
+        Whether any rank calls CUDA (`is_cuda`).
+    """
+
+    def __init__(self, ops: pl.DataFrame, records: pl.DataFrame, *, cuda: bool) -> None:
+        self._raw, self._records, self.cuda = ops, records, cuda
+
+    @cached_property
+    def seen(self) -> Sightings:
+        """What the ops say of waits."""
+        return Sightings(self._raw, self._records)
+
+    @cached_property
+    def ops(self) -> pl.DataFrame:
+        """The ops by rank, lane and time, with lanes and kinds as numbers."""
+        return lanes.in_numbers(self._raw, self._records)
+
+    @cached_property
+    def on_threads(self) -> pl.DataFrame:
+        """Those that stand on a thread."""
+        return self.ops.filter(~lanes.ON_STREAM)
+
+    @cached_property
+    def on_streams(self) -> pl.DataFrame:
+        """Those that stand on a stream, by rank, lane and time."""
+        return self.ops.filter(lanes.ON_STREAM).sort("rank", "lane", "start_ns", "op_id")
+
+    @cached_property
+    def work(self) -> pl.DataFrame:
+        """Those of `DEVICE_KINDS`."""
+        return self.ops.filter(pl.col("kind").is_in(DEVICE_KINDS))
+
+    @cached_property
+    def comm(self) -> pl.DataFrame:
+        """As `lanes.communication`."""
+        return lanes.communication(self._raw)
+
+    @cached_property
+    def _launches(self) -> pl.DataFrame:
+        return rules.outstanding(self._raw)
+
+    @cached_property
+    def queue_sizes(self) -> dict[int, int]:
+        """As `Graph.queue_sizes`."""
+        return rules.queue_size(self._launches, cuda=self.cuda)
+
+    @cached_property
+    def queue(self) -> pl.DataFrame:
+        """As `rules.launch_queue`."""
+        return rules.launch_queue(self._launches, self._raw, self.queue_sizes)
+
+    @cached_property
+    def full_queue(self) -> pl.Series:
+        """Launches that found the queue full: raw op ids."""
+        return self.queue.filter("full")["op_id"]
+
+    @cached_property
+    def usual_issues(self) -> pl.DataFrame:
+        """As `lanes.usual_issues`."""
+        return lanes.usual_issues(self._raw, self.full_queue)
+
+
+def is_cuda(ops: pl.DataFrame) -> bool:
+    """Whether calls of CUDA stand among these."""
+    return bool(ops["call_name"].unique().str.contains(r"^cu(da)?[A-Z]").any())
+
+
+@dataclass(frozen=True, repr=False)
 class Recording(Shown):
     """A run's ops on one clock, before any step is cut out: what graphs of several steps have in common.
 
@@ -129,9 +204,18 @@ class Recording(Shown):
         world_size = world_size_of(run.ranks, groups)
         return cls(identify(ops), sync_records(events), world_size, report, steps or (0,), groups, run=run)
 
+    @cached_property
+    def all_steps(self) -> AllSteps:
+        """What graphs of several steps have in common."""
+        return AllSteps(self.ops, self.records, cuda=is_cuda(self.ops))
+
+    @cached_property
+    def _times(self) -> StepTimes:
+        return StepTimes(extents(self.ops), self.steps)
+
     def times(self) -> StepTimes:
         """When each rank worked on each step."""
-        return StepTimes(extents(self.ops), self.steps)
+        return self._times
 
     def rank_starts(self, step: int) -> pl.DataFrame:
         """When each rank had done what it did for earlier steps, else its first op: `rank`, `device`, `at_ns`."""
@@ -215,17 +299,11 @@ def build_graph(run: Run | Recording, step: int | None = None, *, unseen: int | 
     recording = run if isinstance(run, Recording) else Recording.of(run)
     step = recording.default_step() if step is None else recording.known_step(step)
     unseen = step if unseen is None else recording.known_step(unseen)
-    waits = find_waits(recording.ops, recording.records, step, unseen)
-    comm, times = lanes.communication(recording.ops), recording.times()
-    shared = Shared.of(step, comm, times, recording.world_size, recording.filled, cuda=is_cuda(recording.ops))
-    rows, edges, sizes, report = rows_and_edges(recording.ops, waits, shared)
+    every, waits = recording.all_steps, recording.all_steps.seen.waits(step, unseen)
+    shared = Shared.of(step, every.comm, recording.times(), recording.world_size, recording.filled, cuda=every.cuda)
+    rows, edges, report = rows_and_edges(every, waits, shared)
     report = pl.concat([recording.report, report])
-    return replace(finished(rows, edges, step, report, sizes), filled=recording.filled, run=recording.run)
-
-
-def is_cuda(ops: pl.DataFrame) -> bool:
-    """Whether calls of CUDA stand among these."""
-    return bool(ops["call_name"].str.contains(r"^cu(da)?[A-Z]").any())
+    return replace(finished(rows, edges, step, report, every.queue_sizes), filled=recording.filled, run=recording.run)
 
 
 class Shared(NamedTuple):
@@ -252,38 +330,32 @@ class Shared(NamedTuple):
 
 
 def rows_and_edges(
-    ops: pl.DataFrame, waits: pl.DataFrame, shared: Shared
-) -> tuple[pl.DataFrame, pl.DataFrame, dict[int, int], pl.DataFrame]:
-    """Rows of a step in issue order, edges between their places, sizes of launch queues, and the report."""
-    work = rules.outstanding(ops)
-    sizes = rules.queue_size(work, cuda=shared.cuda)
-    queue = rules.launch_queue(work, ops, sizes, shared.step)
-    rows, edges, notes = _rows_and_edges(ops, waits, queue, shared)
+    every: AllSteps, waits: pl.DataFrame, shared: Shared
+) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+    """Rows of a step in issue order, edges between their places, and the report."""
+    rows, edges, notes = _rows_and_edges(every, waits, shared)
     rows, edges = measure.in_issue_order(rows, edges)
     rows, edges = measure.add_lags(measure.settle(rows, edges), edges)
-    return rows, edges, sizes, pl.concat([notes, measure.evidence(rows, edges)])
+    return rows, edges, pl.concat([notes, measure.evidence(rows, edges)])
 
 
 def _rows_and_edges(
-    ops: pl.DataFrame, waits: pl.DataFrame, queue: pl.DataFrame, shared: Shared
+    every: AllSteps, waits: pl.DataFrame, shared: Shared
 ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     step, origin_ns = shared.step, shared.origin_ns
-    ops, waits = lanes.in_numbers(ops, waits)
-    named = {column: ops.schema[column] for column in ("lane", "kind")}
-    joins = shared.joins.cast(named)
-    here = ops.filter(pl.col("step") == step)
-    calls = here.filter(~lanes.ON_STREAM)
-    full_queue = queue.filter("full")["op_id"]
-    hosts = lanes.host_rows(calls, waits, full_queue, lanes.usual_issues(ops, full_queue))
+    lane = every.ops.schema["lane"]
+    waits, joins = waits.cast({"lane": lane, "record_lane": lane}), shared.joins.cast({"lane": lane})
+    calls, work = (table.filter(pl.col("step") == step) for table in (every.on_threads, every.on_streams))
+    hosts = lanes.host_rows(calls, waits, every.full_queue, every.usual_issues)
     hosts, engine_edges = rules.engine(hosts)
     hosts, wake_edges = rules.idle_threads(hosts)
-    streams = lanes.stream_rows(here.filter(lanes.ON_STREAM), waits, calls)
+    streams = lanes.stream_rows(work, waits, calls)
     streams, estimated = lanes.absent_peers(streams, joins, shared.transfers, shared.filled)
     hosts, guessed = lanes.absent_peers(hosts, joins, shared.transfers, shared.filled)
-    backlog = lanes.backlog_rows(ops, waits["target"], step, origin_ns)
+    backlog = lanes.backlog_rows(every.work, waits["target"], step, origin_ns)
     started = pl.concat([engine_edges["dst"], wake_edges["dst"]])
     leads = lanes.lead_rows(hosts, started, step, origin_ns)
-    begins = lanes.start_rows(shared.starts, step, origin_ns).cast(named)
+    begins = lanes.start_rows(shared.starts, step, origin_ns).cast({"lane": lane})
     rows = pl.concat([hosts, streams, joins, backlog, leads, begins], how="diagonal_relaxed").with_columns(
         pl.col("ago").fill_null(0)
     )
@@ -297,7 +369,7 @@ def _rows_and_edges(
             rules.event_waits(waits, rows),
             rules.host_waits(waits, streams, backlog),
             rules.collectives(pl.concat([streams, hosts], how="diagonal_relaxed"), joins),
-            rules.queue_edges(queue.filter(pl.col("step") == step), rows),
+            rules.queue_edges(every.queue.filter(pl.col("step") == step), rows),
             rules.first_on_lane(leads, hosts),
             rules.first_on_lane(backlog, streams),
         ]

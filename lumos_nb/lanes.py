@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import polars as pl
 
@@ -50,11 +50,16 @@ RULES = pl.Enum(
 EVIDENCES, KINDS = pl.Enum(EVIDENCE), pl.Enum(OP_KINDS)
 
 
-def in_numbers(ops: pl.DataFrame, waits: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Raw ops and waits with lanes and kinds as numbers, in the order of names: cheaper to sort and to compare."""
-    named = pl.concat([ops["lane"], waits["lane"], waits["record_lane"], pl.Series(["net"])])
-    lane = pl.Enum(named.drop_nulls().unique().sort())
-    return ops.cast({"lane": lane, "kind": KINDS}), waits.cast({"lane": lane, "record_lane": lane})
+def in_numbers(ops: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
+    """Raw ops with lanes and kinds as numbers, in the order of names: cheaper to sort and to compare.
+
+    The lanes are all that a row may be on: those of ops, those that `records` (`waits.sync_records`) name, and "net".
+    """
+    named = (
+        records.select(pl.format("gpu{}:{}", "device", stream)).to_series() for stream in ("stream", "wait_on_stream")
+    )
+    lane = pl.concat([ops["lane"], *named, pl.Series(["net"])]).drop_nulls().unique().sort()
+    return ops.cast({"lane": pl.Enum(lane), "kind": KINDS})
 
 
 def row_id(raw: str, role: int) -> pl.Expr:
@@ -147,12 +152,12 @@ def host_rows(ops: pl.DataFrame, waits: pl.DataFrame, full_queue: pl.Series, usu
 
 
 def stream_rows(ops: pl.DataFrame, waits: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """Rows of the streams in issue order: device work, arrivals at collectives, and the points of events.
+    """Rows of the streams in issue order: work (by rank, lane, time), arrivals at collectives, and points of events.
 
     Events lie where they were issued, between the work issued before and after them, also on a stream without work: a
     record on an empty stream still carries what that stream waited for.
     """
-    work = ops.sort("rank", "lane", "start_ns", "op_id").with_columns(
+    work = ops.with_columns(
         id=row_id("op_id", OWN),
         issue_ns=pl.coalesce("launch_ns", "start_ns").cum_max().over("rank", "lane"),
         place=pl.int_range(pl.len()).over("rank", "lane").cast(pl.Float64),
@@ -234,7 +239,7 @@ def lacks_ranks(world_size: int, filled: Iterable[int]) -> pl.Expr:
 
 
 def absent_peers(
-    rows: pl.DataFrame, joins: pl.DataFrame, transfers: pl.DataFrame, filled: Iterable[int] = ()
+    rows: pl.DataFrame, joins: pl.DataFrame, transfers: pl.DataFrame, filled: Collection[int] = ()
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Rows of the streams, or threads, where collectives lack ranks (`transfers`): an explicit wait, then a transfer.
 
@@ -242,6 +247,8 @@ def absent_peers(
     do not hold up traced ones, whose wait is as measured, and their own transfer begins and ends with those of the
     traced ranks that they meet.
     """
+    if not (rows["kind"] == "comm").any() or (transfers.is_empty() and not filled):
+        return rows, rows.clear().select("id")
     copied = pl.col("rank").is_in(list(filled))
     whole = joins.select("match", joined_ns="from_ns")
     comm = rows.filter(pl.col("kind") == "comm").join(whole, on="match", how="left")
@@ -381,9 +388,9 @@ def is_send() -> pl.Expr:
     return (pl.col("collective") == "send") & small
 
 
-def backlog_rows(ops: pl.DataFrame, awaited: pl.Series, step: int, origin_ns: int) -> pl.DataFrame:
+def backlog_rows(work: pl.DataFrame, awaited: pl.Series, step: int, origin_ns: int) -> pl.DataFrame:
     """Device work of earlier steps that ended after `origin_ns` or that the step waits for (`awaited`, raw ids)."""
-    earlier = ops.filter(pl.col("kind").is_in(DEVICE_KINDS) & (pl.col("step").fill_null(step - 1) < step))
+    earlier = work.filter(pl.col("step").fill_null(step - 1) < step)
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     kept = earlier.filter((end_ns > origin_ns) | pl.col("op_id").is_in(awaited.drop_nulls().implode()))
     kept = kept.with_columns(

@@ -270,10 +270,9 @@ def evidence(rows: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
     other = edges.select(~pl.col("rule").is_in(["thread", "stream"])).to_series().to_numpy(writable=True)
     last = _last(dst, ready, other, start.size)
     time_ns = np.where(last[dst] == np.arange(dst.size), waited[dst], 0)
-    links = edges.select("rule", "evidence", time_ns=time_ns).group_by("rule", "evidence")
-    links = links.agg(pl.len().cast(pl.Int64).alias("count"), pl.sum("time_ns")).cast(
-        {"rule": pl.String, "evidence": pl.String}
-    )
+    hanging = edges.select("rule", "evidence", time_ns=time_ns).group_by("rule", "evidence")
+    links = hanging.agg(count=pl.len().cast(pl.Int64), time_ns=pl.sum("time_ns"))
+    links = links.cast({"rule": pl.String, "evidence": pl.String})
     unexplained = rows.select(pl.col("kind") == "unexplained").to_series().to_numpy()
     nothing = (
         "explained by nothing",

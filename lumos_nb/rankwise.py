@@ -23,7 +23,7 @@ from lumos_nb._job_files import EDGES_TO_RANK, make_folder, write_rank
 from lumos_nb.cut_ranks import Clocked, bases_of, counted_from, on_one_clock, own_rows, read_ranks
 from lumos_nb.errors import RunError, named
 from lumos_nb.executors import spread
-from lumos_nb.graph import Shared, finished, rows_and_edges
+from lumos_nb.graph import AllSteps, Shared, finished, rows_and_edges
 from lumos_nb.jobs import Job, finish_job
 from lumos_nb.repetitions import asked, pooled
 from lumos_nb.step_times import StepTimes
@@ -176,8 +176,9 @@ def _build(folder: Path, answers: Answers, part: _Part) -> tuple[pl.DataFrame | 
     searches = Sightings(ops, records).searches(step, step)
     found = [asked(search, known)[1] for search, known in zip(searches, answers, strict=True)]
     waits = chosen_waits(step, [table for table in found if table is not None])
-    rows, edges, sizes, report = rows_and_edges(ops, waits, part.shared)
-    graph = finished(rows, edges, step, report, sizes)
+    every = AllSteps(ops, records, cuda=part.shared.cuda)
+    rows, edges, report = rows_and_edges(every, waits, part.shared)
+    graph = finished(rows, edges, step, report, every.queue_sizes)
     ids, ranks, (src, dst) = rows["id"].cast(pl.Int64), rows["rank"], (graph.edges["src"], graph.edges["dst"])
     ends = {
         "src_rank": ranks.gather(src),

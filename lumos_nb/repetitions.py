@@ -90,8 +90,8 @@ def tested(candidates: pl.DataFrame, device: pl.DataFrame, tolerance_ns: int) ->
 
 def contradicted(outcomes: pl.DataFrame, unseen: int) -> Asking:
     """(`site_key`, `pattern`) whose waiter too often went on before its target had ended in other steps (`tested`)."""
-    counts = pl.col("early_count", "tested_count").sum()
-    counts = yield outcomes.filter(pl.col("step") != unseen).group_by("site_key", "pattern").agg(counts)
+    others = outcomes.filter(pl.col("step") != unseen).group_by("site_key", "pattern")
+    counts = yield others.agg(pl.col("early_count", "tested_count").sum())
     return counts.filter(pl.col("early_count") > MAX_CONTRADICTED * pl.col("tested_count"))
 
 

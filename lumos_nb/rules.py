@@ -174,16 +174,16 @@ def outstanding(ops: pl.DataFrame) -> pl.DataFrame:
     return work.with_columns(outstanding=pl.col("number") - pl.col("ended"))
 
 
-def launch_queue(work: pl.DataFrame, ops: pl.DataFrame, sizes: dict[int, int], step: int) -> pl.DataFrame:
+def launch_queue(work: pl.DataFrame, ops: pl.DataFrame, sizes: dict[int, int]) -> pl.DataFrame:
     """Rule 8: a launch waits until no more than the queue's size of earlier device ops are unfinished.
 
     Returns `op_id` (raw launch call), `step`, `full` (it did find the queue full) and `target` (raw op that must have
-    ended), of the launches in `work` (`outstanding`) that belong to the step or found the queue full.
+    ended), of the launches in `work` (`outstanding`).
     """
     size = pl.col("rank").replace_strict(sizes, default=None, return_dtype=pl.Int64)
     full = pl.col("outstanding") >= size - PLATEAU_MARGIN
     late = work.with_columns(full=full, size=size, room=pl.int_range(pl.len()) - size)
-    late = late.filter((pl.col("number") >= pl.col("size")) & (pl.col("full") | (pl.col("step") == step)))
+    late = late.filter(pl.col("number") >= pl.col("size"))
     late = late.with_columns(target=work["op_id"].gather(late["room"]))
     calls = ops.select("rank", "correlation", "call", call_id="op_id").filter(
         (pl.col("call") == "launch") & pl.col("correlation").is_in(late["correlation"].implode())

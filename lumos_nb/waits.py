@@ -187,7 +187,7 @@ class Sightings:
         return followed(waits, self._device)
 
     def _event_waits(self, step: int, unseen: int) -> Asking:
-        """Event waits that no record names: idioms that other steps do not contradict, and what they support by time."""
+        """Event waits that no record names: idioms that other steps do not contradict, or what those show by time."""
         sites = yield self._collective_sites
         if "idioms" not in self._made:
             collective = _collective_waits(self._unnamed, sites["site_key"])
