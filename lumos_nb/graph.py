@@ -347,7 +347,7 @@ def _rows_and_edges(
     waits, joins = waits.cast({"lane": lane, "record_lane": lane}), shared.joins.cast({"lane": lane})
     calls, work = (table.filter(pl.col("step") == step) for table in (every.on_threads, every.on_streams))
     hosts = lanes.host_rows(calls, waits, every.full_queue, every.usual_issues)
-    hosts, engine_edges = rules.engine(hosts)
+    hosts, engine_edges = rules.engine(rules.on_threads(hosts))
     hosts, wake_edges = rules.idle_threads(hosts)
     streams = lanes.stream_rows(work, waits, calls)
     streams, estimated = lanes.absent_peers(streams, joins, shared.transfers, shared.filled)
@@ -377,6 +377,7 @@ def _rows_and_edges(
     blocked = rows.filter("blocks")["id"]
     sound = (pl.col("rule") != "sync") | pl.col("dst").is_in(blocked.implode())
     ids = rows["id"].implode()
+    sound &= pl.col("src") != pl.col("dst")
     edges = edges.filter(sound & pl.col("src").is_in(ids) & pl.col("dst").is_in(ids)).unique(
         ["src", "dst"], keep="first", maintain_order=True
     )
@@ -400,4 +401,4 @@ def finished(
     ops = numbered.with_columns(phase=pl.col("phase").fill_null("other")).select(
         *(pl.col(c).cast(t) for c, t in OPS.columns.items()), *KEPT
     )
-    return Graph(OPS.check(ops), EDGES.check(edges), step, report, queue_sizes)
+    return Graph(ops, edges, step, report, queue_sizes)

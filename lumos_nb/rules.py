@@ -43,19 +43,26 @@ def _edges(
 ) -> pl.DataFrame:
     shown = pl.lit(evidence, EVIDENCES) if isinstance(evidence, str) else evidence.cast(EVIDENCES)
     firm = pl.lit(hard) if isinstance(hard, bool) else hard
-    return frame.select("src", "dst", rule=pl.lit(rule, RULES), evidence=shown, hard=firm).filter(
-        pl.col("src").is_not_null() & pl.col("dst").is_not_null() & (pl.col("src") != pl.col("dst"))
-    )
+    return frame.select("src", "dst", rule=pl.lit(rule, RULES), evidence=shown, hard=firm)
 
 
 def lane_order(rows: pl.DataFrame, rule: str) -> pl.DataFrame:
     """Rules 1 and 4: each row of a lane after the one before it. Order between two issuing threads is only today's."""
-    lane = ["rank", "lane"]
-    issuer = pl.col("thread").forward_fill().over(lane)  # work whose launch is lost has the issuer of that before it
-    pairs = rows.with_columns(thread=issuer).select(
-        src=pl.col("id").shift(1).over(lane), dst="id", same=(pl.col("thread") == pl.col("thread").shift(1).over(lane))
+    first = ((pl.col("rank") == pl.col("rank").shift(1)) & (pl.col("lane") == pl.col("lane").shift(1))).not_()
+    first = first.fill_null(value=True)
+    # Work whose launch is lost has the issuer of that before it, and the first on a lane nobody's.
+    issuer = pl.when(first).then(pl.col("thread").fill_null(NOBODY)).otherwise("thread").forward_fill()
+    rows = rows.select("id", issuer=issuer, first=first)
+    before = pl.col("issuer").shift(1)
+    pairs = rows.select(
+        src=pl.when(~pl.col("first")).then(pl.col("id").shift(1)),
+        dst="id",
+        same=(pl.col("issuer") == before) | (before == NOBODY),
     )
     return _edges(pairs, rule, hard=pl.col("same").fill_null(value=True))
+
+
+NOBODY = -(2**63)
 
 
 def first_on_lane(boundary: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
@@ -113,7 +120,7 @@ def host_waits(waits: pl.DataFrame, streams: pl.DataFrame, backlog: pl.DataFrame
 def _targets(waits: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     """Add `src`: the row of the target op, or its row in the backlog; null if it had ended before the graph begins."""
     here = pl.concat([waits.with_columns(src=row_id("target", role)) for role in (OWN, BACKLOG)])
-    return here.join(known.select(src="id").unique(), on="src", how="semi")
+    return here.join(known.select(src="id"), on="src", how="semi")
 
 
 def collectives(streams: pl.DataFrame, joins: pl.DataFrame) -> pl.DataFrame:
@@ -201,11 +208,16 @@ def queue_edges(queue: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
 _BACKWARD = pl.col("parent").str.contains(ENGINE_OPERATORS).fill_null(value=False)
 
 
-def _callers(hosts: pl.DataFrame) -> pl.DataFrame:
-    """`rank`, `main`: each rank's thread with the most operators outside the autograd engine."""
+def on_threads(hosts: pl.DataFrame) -> pl.DataFrame:
+    """`hosts` with `is_main`, the rank's thread with most operators outside the autograd engine, and `is_engine`."""
+    lane = ["rank", "lane"]
     own = (~_BACKWARD & pl.col("parent").is_not_null()).sum()
-    counts = hosts.group_by("rank", "lane").agg(own=own, rows=pl.len()).sort("own", "rows", "lane", descending=True)
-    return counts.unique("rank", keep="first", maintain_order=True).select("rank", main="lane")
+    threads = hosts.group_by(lane).agg(own=own, rows=pl.len(), backward=_BACKWARD.any())
+    main = pl.int_range(pl.len()).over("rank") == 0
+    threads = threads.sort("own", "rows", "lane", descending=True).select(
+        *lane, is_main=main, is_engine=pl.col("backward") & ~main
+    )
+    return hosts.join(threads, on=lane, how="left", maintain_order="left")
 
 
 def engine(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -214,12 +226,9 @@ def engine(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     The caller's stretch that spans a burst of the engine is cut in two: before the burst, and what remains after it.
     The engine's idling between bursts is no work and is dropped. Returns rows and edges.
     """
-    callers = _callers(hosts)
-    engines = hosts.filter(_BACKWARD).select("rank", "lane").unique().join(callers, on="rank")
-    lanes = engines.filter(pl.col("lane") != pl.col("main")).select("rank", "lane")
-    if lanes.is_empty():
+    if not hosts["is_engine"].any():
         return hosts, _edges(pl.DataFrame(schema={"src": pl.Int64, "dst": pl.Int64}), "autograd")
-    bursts, idle = _bursts(hosts, callers, lanes)
+    bursts, idle = _bursts(hosts)
     spans = bursts.group_by("call").agg(pl.col("begin_ns").min())
     kept = hosts.filter(~pl.col("id").is_in(idle.implode())).join(
         spans, left_on="id", right_on="call", how="left", maintain_order="left"
@@ -243,14 +252,12 @@ def engine(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     return rows, pl.concat([start, back])
 
 
-def _bursts(hosts: pl.DataFrame, callers: pl.DataFrame, lanes: pl.DataFrame) -> tuple[pl.DataFrame, pl.Series]:
+def _bursts(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.Series]:
     """What each engine thread did within one stretch of its caller, and the ids of its gaps outside all of that."""
-    caller = hosts.join(callers, left_on=["rank", "lane"], right_on=["rank", "main"], how="semi")
-    stretches = caller.filter(pl.col("kind").is_in(["gap", "cpu"])).select(
+    stretches = hosts.filter(pl.col("is_main") & pl.col("kind").is_in(["gap", "cpu"])).select(
         "rank", "from_ns", call="id", call_end_ns="to_ns"
     )
-    rows = hosts.join(lanes, on=["rank", "lane"], how="semi").select("rank", "lane", "kind", "id", "from_ns", "to_ns")
-    rows = rows.sort("from_ns", "id")
+    rows = hosts.filter("is_engine").select("rank", "lane", "kind", "id", "from_ns", "to_ns").sort("from_ns", "id")
     inside = (
         rows.filter(pl.col("kind") != "gap")
         .join_asof(stretches.sort("from_ns"), on="from_ns", by="rank", check_sortedness=False)
@@ -275,15 +282,11 @@ def idle_threads(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     Nothing records who wakes a thread of a pool or a data loader. Gaps above `IDLE_NS` outside the caller and the
     engine are dropped as no work, and the op after each follows the caller's op that had ended last: evidence "time".
     """
-    rows = hosts.join(_callers(hosts), on="rank", how="left", maintain_order="left")
-    engine_lanes = rows.filter(_BACKWARD).select("rank", "lane").unique()
-    idle = rows.filter(
-        (pl.col("kind") == "gap")
-        & (pl.col("lane") != pl.col("main"))
-        & (pl.col("dur_ns") > IDLE_NS)
-        & ~pl.col("blocks")
-    )
-    idle = idle.join(engine_lanes, on=["rank", "lane"], how="anti")
+    rows = hosts.drop("is_main", "is_engine")
+    waits = (pl.col("kind") == "gap") & (pl.col("dur_ns") > IDLE_NS) & ~pl.col("blocks")
+    idle = hosts.filter(waits & ~pl.col("is_main") & ~pl.col("is_engine"))
+    if idle.is_empty():
+        return rows, _edges(pl.DataFrame(schema={"src": pl.Int64, "dst": pl.Int64}), "wake", "time", hard=False)
     following = rows.select("rank", "lane", from_ns="from_ns", dst="id").sort("from_ns")
     woken = (
         idle.select("rank", "lane", "to_ns", gap="id")
@@ -297,9 +300,9 @@ def idle_threads(hosts: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
             check_sortedness=False,
         )
     )
-    wakers = rows.filter(pl.col("lane") == pl.col("main")).select("rank", end_ns="to_ns", src="id").sort("end_ns")
+    wakers = hosts.filter("is_main").select("rank", end_ns="to_ns", src="id").sort("end_ns")
     edges = woken.join_asof(wakers, left_on="to_ns", right_on="end_ns", by="rank", check_sortedness=False)
     # Where the caller had done nothing yet nobody is known to have woken the thread, and its gap stays.
     dropped = edges.filter(pl.col("src").is_not_null() | pl.col("dst").is_null()).select(id="gap")
-    kept = rows.join(dropped, on="id", how="anti", maintain_order="left").drop("main")
-    return kept, _edges(edges, "wake", "time", hard=False)
+    kept = rows.join(dropped, on="id", how="anti", maintain_order="left")
+    return kept, _edges(edges.drop_nulls(["src", "dst"]), "wake", "time", hard=False)
