@@ -30,7 +30,7 @@ from benchmarks.make_large_trace import write_large_trace
 from benchmarks.rows import RESULTS, Row, read, record
 from benchmarks.timing import in_turn, ratio
 from lumos_nb import datasets, widgets
-from lumos_nb._replay_kernels import starts_narrow
+from lumos_nb._replay_kernels import starts
 from lumos_nb._replay_plan import Plan, SweepPlan
 from lumos_nb.critical_path import replay, sweep_block
 from lumos_nb.graph import Recording, build_graph
@@ -106,14 +106,14 @@ def replay_checks() -> Iterator[Check]:
     """The longest path, its plan and a sweep."""
     graph = synthetic_graph(OPS // N_RANKS)
     plan = Plan.of(graph)
-    read, start = plan.forward(), np.empty(len(plan.row), np.int64)
+    (read,), start = plan.forward(len(plan.row)), np.empty(len(plan.row), np.int64)
     copied = np.ones(sum(array.nbytes for array in (*read, start)) // 2, np.uint8)
     copy = partial(np.copyto, np.empty_like(copied), copied)
 
     def often(run: Callable[[], object]) -> Callable[[], object]:
         return lambda: [run() for _ in range(20)]
 
-    yield Check("longest path over copying what it reads", often(partial(starts_narrow, *read, start)), often(copy))
+    yield Check("longest path over copying what it reads", often(partial(starts, *read, start, start)), often(copy))
     yield Check("plan over sorting its edges", partial(Plan.of, graph), partial(np.argsort, plan.apart_ns))
     swept = SweepPlan.of(graph, plan, "kind")
     scale = np.random.default_rng(1).uniform(0.5, 1.5, (len(swept.classes), SCENARIOS))

@@ -12,7 +12,7 @@ from benchmarks.bench_replay import N_RANKS, synthetic_graph
 from benchmarks.peers import hand_over
 from benchmarks.rows import Row
 from benchmarks.timing import in_turn, ratio
-from lumos_nb._replay_kernels import path_to, starts_narrow
+from lumos_nb._replay_kernels import path_to, starts
 from lumos_nb._replay_plan import Plan, SweepPlan
 from lumos_nb.critical_path import sweep_block
 
@@ -28,11 +28,12 @@ def rows() -> Iterator[Row]:
     to = np.repeat(np.arange(n), np.diff(plan.ptr))
     theirs.add_nodes_from(range(n))
     theirs.add_weighted_edges_from(zip(plan.src.tolist(), to.tolist(), plan.apart_ns.tolist(), strict=True))
-    read, start, apart = plan.forward(), np.empty(n, np.int64), plan.apart_ns
+    (read,), start = plan.forward(n), np.empty(n, np.int64)
+    edges = plan.ptr, plan.src, plan.lag_ns, plan.from_start, plan.dur_ns
 
     def longest() -> int:
-        starts_narrow(*read, start)
-        return len(path_to(plan.ptr, plan.src, apart, start, int(start.argmax())))
+        starts(*read, start, start)
+        return len(path_to(*edges, start, int(start.argmax())))
 
     def many(run: Callable[[], object]) -> None:
         for _ in range(LOOPS):
@@ -48,7 +49,7 @@ def rows() -> Iterator[Row]:
     times = in_turn(
         partial(nx.dag_longest_path, theirs),
         partial(many, longest),
-        partial(many, partial(starts_narrow, *read, start)),
+        partial(many, partial(starts, *read, start, start)),
         partial(sweep_block, swept, scale),
         partial(many, partial(np.copyto, np.empty_like(copied), copied)),
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NoReturn
 
 import numpy as np
@@ -18,15 +19,14 @@ from lumos_nb._replay_kernels import (
     Int32s,
     Int64s,
     UInt32s,
+    Words,
     find,
     least_apart,
     offsets,
     order_by,
     pair,
-    pair_narrow,
     recycled_rows,
     starts,
-    starts_narrow,
     topological,
 )
 from lumos_nb.errors import GraphError, ScenarioError
@@ -42,12 +42,13 @@ _EDGES = TableSchema("edge", {c: EDGES.columns[c] for c in ("src", "dst", "lag_n
 _RANKS = 2**32  # more than there are ranks
 LONGEST_NS = 2**62  # ends and differences of ends stay in an int64 below it
 _SHOWN = 8  # ops of a cycle that its error names
+_BLOCK = 1 << 14  # ops whose in-edges, arranged for the pass forward, stay in a core's cache
 
 
 OpAt = Callable[[int], dict[str, object]]
 """The op of a row, by column."""
 
-Forward = tuple[UInt32s, Int64s | Int32s, UInt32s, UInt32s, UInt32s, Int64s | Int32s]
+Forward = tuple[Words, Words, UInt32s, UInt32s, UInt32s, Int64s]
 """What `_replay_kernels.starts` reads."""
 
 
@@ -139,27 +140,29 @@ class Plan:
     @property
     def apart_ns(self) -> Int64s:
         """Least time (e,) from the start of each in-edge's source to the start of the op."""
-        return least_apart(self.src, self.lag_ns, self.from_start, self.dur_ns)
+        apart = np.empty_like(self.lag_ns)  # numpy's memory: for large arrays it faults far less than numba's
+        least_apart(self.src, self.lag_ns, self.from_start, self.dur_ns, apart)
+        return apart
 
     def starts(self) -> Int64s:
         """Start of every op (n,), from the replay's 0."""
-        start = np.empty_like(self.dur_ns)  # numpy's memory: for large arrays it faults far less than numba's
-        forward = self.forward()
-        (starts_narrow if forward[1].dtype == np.int32 else starts)(*forward, start)
+        start, at = np.empty_like(self.dur_ns), 0
+        for pairs in self.forward(_BLOCK):
+            starts(*pairs, start, start[at : at + len(pairs[0])])
+            at += len(pairs[0])
         return start
 
-    def forward(self) -> Forward:
-        """The in-edges as one pass forward reads them: half as wide where nothing is over 2.1 s."""
-        n, count = len(self.row), np.diff(self.ptr)
-        more = count[count > 2].astype(np.int64)
-        narrow = int(self.dur_ns.max(initial=0)) + int(self.lag_ns.max(initial=0)) < 2**31
-        size, between = more.size + 1, int((more - 2).sum())
-        apart = np.empty((2, n), np.int32) if narrow else np.empty((2, n), np.int64)
-        between_apart = np.empty(between, np.int32) if narrow else np.empty(between, np.int64)
-        near, ops, at = np.empty((2, n), np.uint32), np.empty(size, np.uint32), np.empty(size, np.uint32)
-        made = near, apart, ops, at, np.empty(between, np.uint32), between_apart
-        (pair_narrow if narrow else pair)(self.ptr, self.src, self.lag_ns, self.from_start, self.dur_ns, *made)
-        return made
+    def forward(self, block: int) -> Iterator[Forward]:
+        """The in-edges as a pass forward reads them, of a block of ops after the other, all in the same memory."""
+        bounds = np.append(np.arange(0, len(self.row), max(block, 1)), len(self.row))
+        n, e = (int(np.diff(of).max(initial=0)) for of in (bounds, self.ptr[bounds].astype(np.int64)))
+        near, apart = np.empty((2, n), np.uint64)
+        more, at = np.empty((2, n + 1), np.uint32)
+        others, others_apart = np.empty(e, np.uint32), np.empty(e, np.int64)
+        edges = self.src, self.lag_ns, self.from_start, self.dur_ns
+        for lo, hi in pairwise(bounds.tolist()):
+            i, x = pair(self.ptr[lo : hi + 1], *edges, near, apart, more, at, others, others_apart)
+            yield near[: hi - lo], apart[: hi - lo], more[:i], at[:i], others[:x], others_apart[:x]
 
 
 def check_times(ops: pl.DataFrame, edges: pl.DataFrame) -> float:

@@ -116,12 +116,11 @@ def result_of(graph: Graph, plan: Plan, start: Int64s) -> Result:
     lasts = last_ops(end, plan.group, plan.row, len(plan.groups))
     step_ends = plan.groups.with_columns(end_ns=origin_ns + end[lasts])
     last, before = step_bounds(plan, end, lasts)
-    apart_ns = plan.apart_ns
-    path = path_of(plan, apart_ns, start, last, origin_ns, graph.ops.__getitem__, graph.edges.__getitem__)
+    path = path_of(plan, start, last, origin_ns, graph.ops.__getitem__, graph.edges.__getitem__)
     step_end = int(end[last]) if last >= 0 else 0
     return Result(
         graph=graph,
-        ops=_replayed_ops(graph, plan, apart_ns, end, step_end, path, origin_ns),
+        ops=_replayed_ops(graph, plan, end, step_end, path, origin_ns),
         origin_ns=origin_ns,
         step_ns=step_end - before,
         step_ends=step_ends,
@@ -144,26 +143,26 @@ def step_bounds(plan: Plan, end: Int64s, lasts: Int32s) -> tuple[int, int]:
 
 
 def _replayed_ops(
-    graph: Graph, plan: Plan, apart_ns: Int64s, end: Int64s, step_end: int, path: pl.DataFrame, origin_ns: int
+    graph: Graph, plan: Plan, end: Int64s, step_end: int, path: pl.DataFrame, origin_ns: int
 ) -> pl.DataFrame:
     start = np.empty_like(end)
     start[plan.row] = origin_ns + end - plan.dur_ns
     return graph.ops.with_columns(
         start_ns=start,
         measured_start_ns=pl.col("start_ns"),
-        slack_ns=pl.Series(slack_of(plan, apart_ns, end, step_end)).replace(-1, None),
+        slack_ns=pl.Series(slack_of(plan, end, step_end)).replace(-1, None),
         critical=pl.col("op_id").is_in(path["op_id"].implode()),
     )
 
 
-def slack_of(plan: Plan, apart_ns: Int64s, end: Int64s, step_end: int) -> Int64s:
+def slack_of(plan: Plan, end: Int64s, step_end: int) -> Int64s:
     """How much longer each row (n,) could run before the last step ends after `step_end`; -1: for ever."""
-    due = np.full_like(end, NEVER)
+    latest, slack = np.full((len(end), 2), NEVER), np.empty_like(end)
     if len(plan.groups):
-        due[plan.group >= int(np.argmax(plan.groups["step"] == plan.groups["step"][-1]))] = step_end
-    latest = latest_ends(plan.ptr, plan.src, apart_ns, plan.from_start, plan.dur_ns, due)
-    slack = np.empty_like(end)
-    slack[plan.row] = np.where(latest > NEVER // 2, -1, latest - end)
+        last = int(np.argmax(plan.groups["step"] == plan.groups["step"][-1]))
+        latest[:, 1] = np.where(plan.group >= last, step_end, NEVER)
+    latest_ends(plan.ptr, plan.src, plan.lag_ns, plan.from_start, plan.dur_ns, latest)
+    slack[plan.row] = np.where(latest[:, 1] > NEVER // 2, -1, latest[:, 1] - end)
     return slack
 
 
@@ -171,11 +170,9 @@ Rows = Callable[[Int32s], pl.DataFrame]
 """The rows of a table that are asked for."""
 
 
-def path_of(
-    plan: Plan, apart_ns: Int64s, start: Int64s, last: int, origin_ns: int, ops_at: Rows, edges_at: Rows
-) -> pl.DataFrame:
+def path_of(plan: Plan, start: Int64s, last: int, origin_ns: int, ops_at: Rows, edges_at: Rows) -> pl.DataFrame:
     """`Result.path` to the op at position `last`."""
-    at, by = path_to(plan.ptr, plan.src, apart_ns, start, last).T
+    at, by = path_to(plan.ptr, plan.src, plan.lag_ns, plan.from_start, plan.dur_ns, start, last).T
     edges = edges_at(plan.edge[by[1:]]).select("rule", "evidence", "lag_ns")
     left_at_start = np.append(plan.from_start[by[1:]], [False])[: len(at)]
     ops = ops_at(plan.row[at]).select("op_id", "rank", "lane", "kind", "name", "start_ns", "dur_ns")

@@ -93,13 +93,13 @@ class Job(Shown):
         origin_ns = first_ns if isinstance(first_ns, int) else 0
         lasts = last_ops(end, plan.group, plan.row, len(plan.groups))
         last, before = step_bounds(plan, end, lasts)
-        step_end, apart_ns = int(end[last]), plan.apart_ns
+        step_end = int(end[last])
         ops_at, edges_at = (
             partial(self.files.rows, "ops", columns=_ON_PATH),
             partial(self.files.rows, "edges", columns=_TAKEN),
         )
-        path = path_of(plan, apart_ns, start, last, origin_ns, ops_at, edges_at)
-        slack_ns = slack_of(plan, apart_ns, end, step_end)
+        path = path_of(plan, start, last, origin_ns, ops_at, edges_at)
+        slack_ns = slack_of(plan, end, step_end)
         start_ns = np.empty_like(start)
         start_ns[plan.row] = origin_ns + start
         return ReplayedJob(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lumos_nb._replay_kernels import starts
 from lumos_nb._replay_plan import Plan, SweepPlan
 from lumos_nb.critical_path import replay, sweep
 from lumos_nb.errors import GraphError, ScenarioError, SchemaError
@@ -175,6 +176,17 @@ def test_numpy_by_level_gives_the_same_starts(graph: Graph):
     start = np.empty(len(plan.row), np.int64)
     start[plan.row[levels.op]] = levels.starts(plan.apart_ns[levels.edge])
     assert start.tolist() == [times_by_loop(graph)[i][0] for i in graph.ops["op_id"]]
+
+
+@given(graphs(longest=2**33), st.integers(1, 5))
+@settings(max_examples=80, deadline=None)
+def test_starts_are_the_same_in_blocks_of_any_size_and_of_times_longer_than_half_a_word(graph: Graph, block: int):
+    plan = Plan.of(graph)
+    start = np.full(len(plan.row), -1)
+    for first, pairs in zip(range(0, len(start), block), plan.forward(block), strict=True):
+        starts(*pairs, start, start[first : first + block])
+    times = times_by_loop(graph)
+    assert start.tolist() == [times[graph.ops["op_id"][int(row)]][0] for row in plan.row]
 
 
 @given(graphs())
