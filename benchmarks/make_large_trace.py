@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 EVENTS = 1_300_000
 PID, THREADS, DEVICE = 783_658, (783_658, 785_244), 1
@@ -73,15 +74,63 @@ _STEP = """  {{
       "External id": {}, "Ev Idx": {}
     }}
   }}"""
+_NCCL = """  {{
+    "ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "pid": {}, "tid": {}, "ts": {}, "dur": {},
+    "args": {{
+      "External id": {}, "device": {}, "stream": {}, "correlation": {}, "Collective name": "allreduce",
+      "In msg nelems": {}, "Out msg nelems": {}, "dtype": "BFloat16", "Process Group Name": "{}", "Group size": {}
+    }}
+  }}"""
 _EVENTS_A_TURN = 9
+TURNS_A_MEETING, MEETING_US = 50, 5_000
+NEIGHBOURS = 8
+"""Ranks of the groups of neighbours, which meet in every collective but each fourth, of all ranks."""
 
 
-def events(count: int) -> Iterator[str]:
-    """About `count` events as text, the same each time."""
-    noise = random.Random(3)
+class Place(NamedTuple):
+    """A rank of a job whose ranks meet in collectives, and how long its steps are."""
+
+    rank: int
+    ranks: int
+    turns_a_step: int = TURNS_A_STEP
+
+    def groups(self) -> list[dict[str, object]]:
+        """As the profiler lists them."""
+        first = self.rank // NEIGHBOURS * NEIGHBOURS
+        members = {
+            "0": list(range(self.ranks)),
+            str(1 + first): list(range(first, min(first + NEIGHBOURS, self.ranks))),
+        }
+        said = {"0": "default_pg", str(1 + first): "tp"}
+        return [{"pg_name": name, "pg_desc": said[name], "ranks": ranks} for name, ranks in members.items()]
+
+    def meeting(self, nth: int, now: int, number: int) -> tuple[list[str], int]:
+        """A collective that ends at one time on all its ranks, for which the host waits; and when it goes on."""
+        ends, correlation = FIRST_US + (nth + 1) * MEETING_US, 10_000_000 + 4 * nth
+        group = self.groups()[nth % 4 > 0]
+        named = (
+            ("cudaStreamWaitEvent", now, 2, 147),
+            ("cudaLaunchKernel", now + 4, 5, 211),
+            ("cudaStreamWaitEvent", now + 11, 2, 147),
+            ("cudaStreamSynchronize", now + 14, ends - now - 8, 131),
+        )
+        calls = [
+            _CALL.format(name, PID, THREADS[0], at, lasts, number, kind, correlation + place)
+            for place, (name, at, lasts, kind) in enumerate(named)
+        ]
+        size = 1 << 20 + nth % 5
+        about = (number, DEVICE, 24, correlation + 1, size, size, group["pg_name"], len(group["ranks"]))  # type: ignore[arg-type]
+        return [*calls, _NCCL.format(DEVICE, 24, now + 12, ends - now - 12, *about)], ends + 8
+
+
+def events(count: int, place: Place | None = None) -> Iterator[str]:
+    """About `count` events as text, the same each time; of a rank of a job, or of one that works alone."""
+    noise = random.Random(3 if place is None else place.rank)
     now, free, step_began = FIRST_US, [FIRST_US] * 3, FIRST_US
+    turns_a_step = TURNS_A_STEP if place is None else place.turns_a_step
     for turn in range(count // _EVENTS_A_TURN):
-        backward = turn // (TURNS_A_STEP // 2) % 2
+        backward = turn // (turns_a_step // 2) % 2
         thread, op = THREADS[backward], noise.randrange(len(_OPS))
         number = 2 * turn + 3000
         shapes = "" if backward else f', "Input Dims": [[{32 << op % 5}, 768], [768]], "Input type": ["float", "float"]'
@@ -106,19 +155,28 @@ def events(count: int) -> Iterator[str]:
         yield _CALL.format("cudaEventRecord", PID, thread, called + 20, 2, number + 1, 135, correlation + 2_000_000)
         yield _ARROW.format("f", correlation, PID, thread, called + 20, ', "bp": "e"')
         now += length + noise.randrange(1, 9)
-        if (turn + 1) % TURNS_A_STEP == 0:
-            yield _STEP.format(turn // TURNS_A_STEP, PID, THREADS[0], step_began, now - step_began, number, number)
+        if place is not None and (turn + 1) % TURNS_A_MEETING == 0:
+            met, now = place.meeting(turn // TURNS_A_MEETING, now, number)
+            free = [max(end, now) if lane == 2 else end for lane, end in enumerate(free)]
+            yield from met
+        if (turn + 1) % turns_a_step == 0:
+            yield _STEP.format(turn // turns_a_step, PID, THREADS[0], step_began, now - step_began, number, number)
             step_began = now + 1
 
 
-def write_large_trace(path: Path, count: int = EVENTS) -> Path:
+def write_large_trace(path: Path, count: int = EVENTS, place: Place | None = None) -> Path:
     """Write the trace, packed if its name ends in .gz."""
     head = {"schemaVersion": 1, "deviceProperties": [{"id": DEVICE, "name": "made up", "numSms": 80}]}
-    head |= {"distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 1}}
+    told = (
+        {"rank": place.rank, "world_size": place.ranks, "pg_config": place.groups()}
+        if place
+        else {"rank": 0, "world_size": 1}
+    )
+    head |= {"distributedInfo": {"backend": "nccl", **told}}
     with gzip.open(path, "wt", compresslevel=6) if path.suffix == ".gz" else path.open("w") as file:
         file.write(json.dumps(head, indent=2)[:-2] + ',\n  "traceEvents": [\n')
         separator = ""
-        for event in events(count):
+        for event in events(count, place):
             file.write(separator + event)
             separator = ",\n"
         file.write('\n  ],\n  "traceName": "made up"\n}\n')

@@ -78,12 +78,12 @@ def read_ranks(
         of = {file: made for file, made in outcomes if not isinstance(made, str)}
         ranks, copies = numbered([read for read, _ in of.values()])
         cuts = {one.rank: next(cut for cut in of[one.file.path][1] if cut.own == one.own) for one in ranks}
+        table, told = about(ranks, [cut.extent for cut in cuts.values()], copies, files)
         profiles = repairs.profiles_of(_of_ranks({rank: cut.marks for rank, cut in cuts.items()}))
         again = [one for one in ranks if not cuts[one.rank].profiles.equals(profiles)]
         cutting = partial(_cut_again, profiles)
         for one, cut in zip(again, spread(executor, cutting, [(o.file, cuts[o.rank]) for o in again]), strict=True):
             cuts[one.rank] = cut
-        table, told = about(ranks, [cut.extent for cut in cuts.values()], copies, files)
     groups = groups_of(table, {one.rank: one.file.metadata for one in ranks})
     steps = tuple(sorted({step for cut in cuts.values() for step in cut.steps}))
     reports = [_as_assumed(told), _of_ranks({rank: cut.report for rank, cut in cuts.items()})]
