@@ -343,6 +343,20 @@ def test_buffers_of_a_capacity_hold_what_ranks_exchange_however_uneven_the_routi
     assert tensors.kept()["expert up"] == 2 * 14336 * 4096 * 2 * capacity * 2
 
 
+def test_between_products_fp8_is_bf16_and_tf32_is_fp32():
+    """Transformer Engine hands activations on in bf16: kept ones, and messages between stages."""
+    model, layout = Transformer.named("llama-3-8b"), Parallelism(pp=4, dp=2)
+    fp8, bf16, tf32, fp32 = (
+        memory(model, layout, Training(micro_batch=1, global_batch=64, seq=4096, dtype=dtype))
+        for dtype in ("fp8", "bf16", "tf32", "fp32")
+    )
+    assert fp8.equals(bf16)
+    assert tf32.equals(fp32)
+    assert of(fp8, "buffers") == 2 * 4096 * 4096 * 2  # a message each way
+    sent = work(model, layout, Training(micro_batch=1, global_batch=64, seq=4096, dtype="fp8"))
+    assert sent.filter(pl.col("collective").str.contains("send|recv"))["size_bytes"].unique().to_list() == [2**25]
+
+
 def test_latent_attention_keeps_its_narrow_tensors():
     model = Transformer.named("deepseek-v3")
     train = Training(micro_batch=1, global_batch=8, seq=4096)

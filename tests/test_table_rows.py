@@ -97,7 +97,6 @@ def test_pandas_and_polars_read_the_shared_table_alike(measured):
         ({"precision": "posit8"}, "column precision is 'posit8'; give one of"),
         ({"precision": "int8"}, "give one of fp8, bf16, fp16, tf32, fp32"),
         ({"layers": 3, "pp": 8, "dp": 1}, "column pp is 8; 3 layers leave some of 8 stages empty: give fewer"),
-        ({"layers": 3, "pp": 8, "dp": 1, "source": "nanotron"}, "column pp is 8; 3 layers leave some"),
         ({"layers": 13, "pp": 8, "dp": 1, "vp": 2}, "column vp is 2; 13 layers leave some of 16 stages empty"),
         ({"notes": "schedule=v-half"}, "no schedule is called 'v-half'"),
         ({"gpu": "V100", "precision": "bf16"}, "dtype is 'bf16'; V100-SXM-32GB computes in"),
@@ -254,8 +253,9 @@ def test_nodes_are_as_large_as_stated_or_usual_and_racks_are_one_domain():
         ({"layers": 30, "pp": 4, "dp": 2}, (7, 8, 8, 7)),
         ({"layers": 33}, (17, 16)),
         ({"notes": "nanotron", "layers": 16, "hidden": 2048, "ffn": 8192, "vocab": 131072, "pp": 2}, (11, 5)),
+        ({"notes": "nanotron", "layers": 3, "pp": 8, "dp": 1}, (1, 1, 1, 0, 0, 0, 0, 0)),  # its grid has such rows
     ],
-    ids=["the ends stand for a layer each", "one more in front", "nanotron's cut by cost"],
+    ids=["the ends stand for a layer each", "one more in front", "nanotron's cut by cost", "nanotron's empty stages"],
 )
 def test_layers_that_do_not_divide_are_cut_as_frameworks_do(change, split):
     assert read_row(LLAMA | change).layout.split == split

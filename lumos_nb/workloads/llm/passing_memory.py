@@ -203,7 +203,8 @@ class Passing(Ranks):
 
         for number in layers:
             yield going(end - 1 - number, "next layer" if number else "backward")
-        if ends:
+        if ends:  # between the last layer for which all is gathered and the second, bytes change evenly
+            yield going(begin + self.train.prefetch, "next layer")
             yield going(begin, "gradients")
         sums, several = made + self.of_embedding, here * copied * (begin < end)
         waits = [
@@ -212,8 +213,9 @@ class Passing(Ranks):
             self.unfused(sums + here * self.made(begin, end)),
         ]
         reduced = self.trained_ends * (self.embeds & self.heads) + (self.embeds ^ self.heads) * sums
-        for gathered in (self.gathered(0, sums, several), self.gathered(0, sums, reduced, without=reduced)):
-            yield Moment("last gradients", NONE, backward, summed([beside, *waits, gathered]))
+        made, gone = self.gathered(0, sums, several), self.gathered(0, sums, reduced, without=reduced)
+        most = {name: np.maximum(size, gone[name]) for name, size in made.items()}
+        yield Moment("last gradients", NONE, backward, summed([beside, *waits, most]))
 
     def _weights(self, beside: Parts, layers: range) -> Iterator[Moment]:
         """Of passes for the gradients of weights alone: each layer's are there, what it waited with has gone."""

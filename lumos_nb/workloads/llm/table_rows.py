@@ -227,13 +227,13 @@ def _expert_tp(reader: Reader, tp: int, ep: int, replicas: int) -> int:
 
 def _split(reader: Reader, model: Transformer, pp: int, stages: int, *, by_cost: bool) -> tuple[int, ...]:
     """Layers of each virtual stage, where a framework does not cut them evenly, or cannot."""
-    if pp > model.layers or stages > model.layers + 2:  # the embedding and the head may have a stage of their own
-        column = "pp" if pp > model.layers else "vp"
-        raise reader.refusal(column, f"{model.layers} layers leave some of {stages} stages empty: give fewer")
     if pp > 1 and by_cost:
         layer = 4 * model.hidden**2 + 3 * model.hidden * model.ffn
         reader.assume("stages end with the layer that reaches their share of weights, as nanotron cuts them")
         return stages_by_cost(model.layers, pp, layer, model.hidden * model.vocab)
+    if pp > model.layers or stages > model.layers + 2:  # the embedding and the head may have a stage of their own
+        column = "pp" if pp > model.layers else "vp"
+        raise reader.refusal(column, f"{model.layers} layers leave some of {stages} stages empty: give fewer")
     if not model.layers % stages:
         return ()
     whole, rest = divmod(model.layers + 2, stages)
