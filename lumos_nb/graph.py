@@ -229,7 +229,7 @@ class Recording(Shown):
         which the profiler's own start and end disturb. The first begins with its first op if nothing earlier was
         recorded: then it is longer than the others by as much as the device runs behind the host.
         """
-        return self.times().measured()
+        return self.times().measured
 
     def known_step(self, step: object) -> int:
         """`step`, if it is one whose beginning is known."""
@@ -382,7 +382,7 @@ def _rows_and_edges(
         ["src", "dst"], keep="first", maintain_order=True
     )
     detail = "other ranks have no trace: the low quantile of equal calls; the rest is a wait of its own"
-    comm = rows.join(pl.concat([estimated, guessed]), on="id", how="semi").with_columns(time_ns="dur_ns")
+    comm = rows.select("id", "rank", time_ns="dur_ns").join(pl.concat([estimated, guessed]), on="id", how="semi")
     return rows, edges, repairs.counted("transfers estimated", comm, detail)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import polars as pl
 
@@ -23,7 +24,8 @@ def extents(ops: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-class StepTimes(NamedTuple):
+@dataclass(frozen=True)
+class StepTimes:
     """The `extents` of all ranks, and the steps that the profiler marked."""
 
     extents: pl.DataFrame
@@ -53,6 +55,7 @@ class StepTimes(NamedTuple):
     def _begin_ns(self, step: int) -> object:
         return self.extents.filter(pl.col("step") == step)["start_ns"].min()
 
+    @cached_property
     def measured(self) -> pl.DataFrame:
         """As `Recording.step_times`."""
         first = self.steps[0]
@@ -71,14 +74,14 @@ class StepTimes(NamedTuple):
 
     def known(self, step: object) -> int:
         """As `Recording.known_step`."""
-        known: list[int] = self.measured()["step"].to_list()
+        known: list[int] = self.measured["step"].to_list()
         if step not in known:
             raise GraphError(f"step {step!r} is not in the recording or has no known beginning; choose one of {known}.")
         return known[known.index(step)]
 
     def default(self) -> int:
         """As `Recording.default_step`."""
-        times = self.measured()
+        times = self.measured
         if times.is_empty():
             lost = self.extents.filter(pl.col("step").is_null())["device_ops"].sum()
             raise GraphError(
