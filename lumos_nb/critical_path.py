@@ -24,7 +24,7 @@ from lumos_nb._replay_kernels import (
 )
 from lumos_nb._replay_plan import Plan, SweepPlan
 from lumos_nb.display import format_ns
-from lumos_nb.errors import ScenarioError
+from lumos_nb.errors import ScenarioError, require_memory
 from lumos_nb.executors import spread
 from lumos_nb.graph import Graph
 from lumos_nb.traces.export import OnAClock
@@ -346,6 +346,8 @@ def _scales(
         )
     rows = pl.Series("scenario", range(len(frame)), pl.Int64)
     labels = frame["scenario"] if "scenario" in frame.columns else rows
+    taken_bytes = 3 * 8 * len(classes) * len(frame)  # with what is found out of each
+    require_memory(taken_bytes, f"a sweep of {len(frame):,} scenarios")
     scale = np.ones((len(classes), len(frame)))
     for column in frame.drop("scenario", strict=False):
         if column.name not in classes:

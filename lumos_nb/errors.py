@@ -17,10 +17,13 @@ LumosError
 └── ChakraError         bytes that are no Chakra file, or nodes that cannot be written as one
 """
 
+import math
+import numbers
 import operator
 import os
 import re
 import stat
+import sys
 from pathlib import Path
 
 import msgspec
@@ -107,19 +110,49 @@ class BenchmarkError(LumosError):
     """A benchmark cannot be run here; the message says why and what to do."""
 
 
+def shown(value: object) -> str:
+    """A value as an error quotes it: of 60 characters at most, of any number of digits."""
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # more digits than Python would write
+        return "a number of thousands of digits"
+
+
 def require_kinds(**given: tuple[object, type]) -> None:
     """Raise InputError for the first argument that is of another kind than it should be."""
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
-            raise InputError(f"{name} is {value!r:.60}; give a {kind.__name__}.")
+            raise InputError(f"{name} is {shown(value)}; give a {kind.__name__}.")
 
 
-def require_whole(least: int, most: int = 2**62, **given: object) -> None:
+def require_whole(least: int, most: int = 2**62, /, **given: object) -> None:
     """Raise InputError for the first argument that is no whole number from `least` to `most`."""
     for name, value in given.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= operator.index(value) <= most:
             bounds = f"of at least {least}" if most == 2**62 else f"from {least} to {most:,}"
-            raise InputError(f"{name}={value!r:.60}: give a whole number {bounds}.")
+            raise InputError(f"{name}={shown(value)}: give a whole number {bounds}.")
+
+
+def require_number(above: float = -math.inf, most: float = sys.float_info.max, /, **given: object) -> None:
+    """Raise InputError for the first argument that is no finite number above `above` and of at most `most`."""
+    for name, value in given.items():
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not number or not above < value <= most:  # type: ignore[operator]  # nan is neither
+            bounds = ("" if above == -math.inf else f" above {above:g}") + f" of at most {most:g}"
+            raise InputError(f"{name}={shown(value)}: give a finite number{bounds}.")
+
+
+def require_memory(size_bytes: int, what: str) -> None:
+    """Raise InputError for what takes more bytes than the machine has."""
+    try:
+        has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # a system that does not say
+        has_bytes = 2**62
+    if size_bytes > has_bytes:
+        raise InputError(
+            f"{what} takes some {size_bytes / 2**30:,.3g} GiB of memory, and this machine has "
+            f"{has_bytes / 2**30:,.3g}: give less."
+        )
 
 
 def named(path: object, error: type[LumosError] = InputError) -> Path:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lumos_nb.config import Fabric, Gpu, find_fabric, find_gpu
 from lumos_nb.errors import InputError, LayoutError
-from lumos_nb.transformer import Spec
+from lumos_nb.transformer import MOST_RANKS, Spec
 from lumos_nb.transformer import Transformer as Transformer
 
 SIZE_OF = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -29,6 +29,10 @@ joins the copies of a shard (hybrid sharding)."""
 
 CHUNKS = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2**16), "zb-h1": (1, 1), "zb-v": (2, 2)}
 """Pipeline schedule -> fewest and most chunks of layers that a rank holds."""
+
+
+MOST_TOKENS = 2**40
+"""Of a step: a million times what is usual."""
 
 
 class Parallelism(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +73,8 @@ class Parallelism(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self._checked("zero", "shard", "etp")
+        if self.world > MOST_RANKS:
+            raise self.refusal("dp", f"tp x cp x dp x pp is {self.world:,} ranks: give {MOST_RANKS:,} at most")
         fewest, most = CHUNKS[self.schedule]
         if not fewest <= self.chunks <= most:
             advice = f"{self.schedule} takes {fewest if fewest == most else f'{fewest} or more'} chunk(s) a rank"
@@ -199,6 +205,8 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self._checked("bucket_bytes", "prefetch", "logit_bytes", "lora")
+        if (tokens := self.global_batch * self.seq) > MOST_TOKENS:
+            raise self.refusal("global_batch", f"that makes {tokens:,} tokens a step: give {MOST_TOKENS:,} at most")
         if not 0 <= self.capacity < math.inf:
             raise self.refusal("capacity", "give the capacity factor of experts, or 0 where no token is dropped")
         if not 0 <= (self.launch_us or 0) < math.inf:
@@ -240,6 +248,8 @@ class Cluster(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self._checked()
+        if self.gpus > MOST_RANKS:
+            raise self.refusal("nodes", f"that makes {self.gpus:,} GPUs: give {MOST_RANKS:,} at most")
         for field, needed in (("inside", self.gpus_per_node > 1), ("between", self.nodes > 1)):
             if needed and getattr(self, field) is None:
                 raise self.refusal(field, "give a Fabric, or the name of a bundled one")

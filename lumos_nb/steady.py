@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from lumos_nb.errors import GraphError, SchemaError
+from lumos_nb.errors import GraphError, SchemaError, require_memory
 from lumos_nb.graph import KEPT, Graph
 from lumos_nb.rules import QUEUE
 from lumos_nb.schema import DEVICE_KINDS, EDGES, OPS, require
@@ -50,6 +50,8 @@ def repeat(graph: Graph, times: int = 4) -> Graph:
         raise GraphError("the graph holds several steps, so it is repeated already; give what build_graph made.")
     inner = graph.edges.join(boundary.select(src="op_id"), on="src", how="anti").filter(pl.col("rule") != "queue")
     between = pl.concat([_lane_to_lane(own), _across(graph, boundary, own)])
+    row_bytes = 2 * (graph.ops.estimated_size() + graph.edges.estimated_size())  # with what they are put together from
+    require_memory(times * int(row_bytes), f"times={times:,}")
     queue = _queue(graph, own, times)
     size = int(graph.ops["op_id"].max()) + 1  # type: ignore[arg-type]
     ops = pl.concat(

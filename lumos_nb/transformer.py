@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_typ
 
 import msgspec
 
-from lumos_nb.errors import UNDECODABLE, InputError, LayoutError
+from lumos_nb.errors import UNDECODABLE, InputError, LayoutError, shown
 
 Split = Literal["out", "in", "none"]
 """How tensor parallelism cuts a matrix: by its outputs (column parallel), by its inputs (row parallel), not at all."""
@@ -38,16 +38,20 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def refusal(self, field: str, advice: str) -> LayoutError:
         """The error that names a field of this, its value and what to do."""
-        return LayoutError(f"{type(self).__name__}: {field} is {getattr(self, field)!r}; {advice}.")
+        return LayoutError(f"{type(self).__name__}: {field} is {shown(getattr(self, field))}; {advice}.")
 
     def _checked(self, *may_be_zero: str) -> None:
-        """Refuse values of another kind, and whole numbers below 1 (or 0); what is the same in other words is taken."""
+        """Refuse values of another kind, and sizes below 1 (or 0) or above `MOST`; the same in other words is taken."""
         for field, (kind, words) in _kinds(type(self)).items():
             value = getattr(self, field)
             if type(value) is not kind and not (type(value) is str and value in words):  # most are as they should be
                 value = self._as(field, kind)
-            if type(value) is int and value < (0 if field in may_be_zero else 1):
-                raise self.refusal(field, f"give a whole number of at least {0 if field in may_be_zero else 1}")
+            least = int(field not in may_be_zero and kind is int)
+            most = MOST_BYTES if field.endswith("_bytes") else MOST
+            sizes = value if kind == tuple[int, ...] else [value] if type(value) in (int, float) else []
+            if any(size > most or (type(size) is int and size < least) for size in sizes):
+                number = "a number of" if kind is float else f"a whole number from {least} to"
+                raise self.refusal(field, f"give {number} {most:,}" + " at most" * (kind is float))
 
     def _as(self, field: str, kind: Any) -> Any:
         """The value of a field as one of its kind."""
@@ -63,6 +67,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             msgspec.structs.force_setattr(self, field, value)
         return value
 
+
+MOST, MOST_BYTES = 2**31 - 1, 2**50
+"""Of a size, and of one in bytes: a product of two sizes is an int64."""
+
+MOST_RANKS, MOST_LAYERS, MOST_PARAMETERS = 2**20, 10**5, 2**53
+"""Far beyond what there is. A float64 counts parameters one by one."""
 
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
 
@@ -218,6 +228,12 @@ class Transformer(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise self.refusal("kv_heads", f"give a divisor of heads ({self.heads})")
         if (self.positions == "learned") != (self.max_seq > 0):
             raise self.refusal("max_seq", "give it with positions='learned', and only then")
+        if self.layers > MOST_LAYERS:
+            raise self.refusal("layers", f"give {MOST_LAYERS:,} at most")
+        largest = max(sum(weight.size for weight in self.weights(layer)) for layer in {0, self.layers - 1})
+        ends = sum(weight.size for weight in (*self.first_weights(), *self.last_weights()))
+        if (count := largest * self.layers + ends) > MOST_PARAMETERS:
+            raise self.refusal("hidden", f"that makes {count:.3g} parameters: give {MOST_PARAMETERS:.3g} at most")
 
     @classmethod
     def named(cls, name: str) -> Transformer:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lumos_nb as ln
@@ -28,17 +29,48 @@ def graph(run: Run) -> Graph:
 
 
 def holds(graph: Graph) -> None:
-    """Assert that a step's parts add up to it on every rank."""
+    """Assert that a step's parts add up to it on every rank, and that no lane works on two things at once.
+
+    Delays that nothing explains, and what went on when the step began, are no work of their lane: of these several may
+    run beside each other, as long as two collectives that a lane waits for.
+    """
     result = ln.replay(graph)
     parts = parts_by_rank(result)
     assert parts.select(pl.sum_horizontal(pl.exclude("rank", "step_ns")) == pl.col("step_ns")).to_series().all()
+    work = result.ops.filter(~pl.col("kind").is_in(["unexplained", "boundary", "join"]) & (pl.col("dur_ns") > 0))
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    overlapping = work.sort("start_ns").filter(pl.col("start_ns") < end_ns.shift(1).over("rank", "lane"))
+    assert overlapping.is_empty()
+    busiest_ns = work.group_by("rank", "lane").agg(pl.sum("dur_ns"))["dur_ns"].max() or 0
+    assert busiest_ns <= result.makespan_ns
 
 
 def test_a_step_adds_up_and_takes_no_less_than_its_busiest_lane(graph: Graph) -> None:
     holds(graph)
-    ops = ln.replay(graph).ops
-    whole_ns = ops.select((pl.col("start_ns") + pl.col("dur_ns")).max() - pl.col("start_ns").min()).item()
-    assert whole_ns >= graph.ops.group_by("rank", "lane").agg(pl.sum("dur_ns")).select(pl.max("dur_ns")).item()
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=10, deadline=None)
+def test_the_order_of_ops_changes_no_time(graph: Graph, noise: Random) -> None:
+    ops = graph.ops.sample(fraction=1.0, shuffle=True, seed=noise.randrange(2**31))
+    found, expected = ln.replay(replace(graph, ops=ops)), ln.replay(graph)
+    for column in ("start_ns", "slack_ns"):
+        assert found.ops.sort("op_id")[column].equals(expected.ops.sort("op_id")[column])
+    assert (found.step_ns, found.makespan_ns) == (expected.step_ns, expected.makespan_ns)
+    assert found.step_ends.equals(expected.step_ends)
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=10, deadline=None)
+def test_other_numbers_of_ops_change_no_time(graph: Graph, noise: Random) -> None:
+    """Ids are names: drawn anew, with edges that follow them, they give the same."""
+    ids = graph.ops["op_id"]
+    drawn = pl.Series(noise.sample(range(-(2**40), 2**40), len(ids)), dtype=pl.Int64)
+    edges = graph.edges.with_columns(pl.col("src", "dst").replace_strict(ids, drawn))
+    found = ln.replay(replace(graph, ops=graph.ops.with_columns(op_id=drawn), edges=edges))
+    expected = ln.replay(graph)
+    assert found.ops.drop("op_id").equals(expected.ops.drop("op_id"))
+    assert found.composition.equals(expected.composition)
 
 
 @given(st.integers(0, 50))
@@ -116,7 +148,7 @@ def test_clocks_that_are_seconds_apart_leave_each_rank_its_time(run: Run, graph:
     assert ln.replay(skewed).step_ns == pytest.approx(ln.replay(graph).step_ns, rel=0.02)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_tenth_of_the_calls_missing_is_a_step_or_our_error(run: Run, seed: int) -> None:
     kept = pl.col("event_id").hash(seed) % 10 > 0
     try:

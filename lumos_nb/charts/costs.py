@@ -22,6 +22,7 @@ from lumos_nb.charts.style import (
     names,
     room,
     series_colour,
+    sized,
     told,
 )
 from lumos_nb.config import Gpu
@@ -32,6 +33,7 @@ BASIS_COLOURS = {"measured": "#5E3C99", "transferred": "#B2ABD2", "data sheet": 
 Heat = Literal["basis", "error", "signed error"]
 
 
+@sized
 def roofline(
     priced: pl.DataFrame, gpu: Gpu, dtype: str, *, title: str = "", max_points: int = 1200, width_px: int = 560
 ) -> alt.LayerChart:
@@ -96,6 +98,7 @@ def roofline(
     return alt.LayerChart(layer=[line, marks], title=text, width=width_px, height=320)
 
 
+@sized
 def sweeps(
     frame: pl.DataFrame,
     *,
@@ -160,6 +163,7 @@ def sweeps(
     return chart.properties(title=heading(titles.get("chart", "")))
 
 
+@sized
 def learning_curve(scored: pl.DataFrame, *, title: str = "", width_px: int = 460) -> alt.Chart:
     """Draw the error on what was left out over the number of rows that the fit had.
 
@@ -277,6 +281,7 @@ def _heat_scale(heat: Heat) -> alt.Scale:
     return alt.Scale(scheme="blueorange", domain=[-0.4, 0.4], domainMid=0, clamp=True)
 
 
+@sized
 def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int = 460) -> alt.LayerChart:
     """Draw how signed errors lie in each class: the median, the middle half, and the middle nine tenths.
 
@@ -318,6 +323,7 @@ def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int 
     return alt.LayerChart(layer=layers, title=heading(title), width=width_px, height=alt.Step(19))
 
 
+@sized
 def interval_check(scores: pl.DataFrame, *, title: str = "", width_px: int = 460) -> alt.LayerChart:
     """Draw what share of rows left out nominal 90 % intervals cover over how wide they are; shaded: 85 to 95 %.
 

@@ -11,10 +11,21 @@ import altair as alt
 import polars as pl
 
 from lumos_nb.charts.lane_bars import LABEL, in_order, with_activity
-from lumos_nb.charts.style import ACTIVITY_COLOURS, CLASS_COLOURS, GREY, INK, check_window, heading, names, texts, told
+from lumos_nb.charts.style import (
+    ACTIVITY_COLOURS,
+    CLASS_COLOURS,
+    GREY,
+    INK,
+    check_window,
+    heading,
+    names,
+    sized,
+    texts,
+    told,
+)
 from lumos_nb.critical_path import Result
 from lumos_nb.display import format_ns
-from lumos_nb.errors import InputError, LumosError, require_whole
+from lumos_nb.errors import InputError, LumosError
 from lumos_nb.graph import Graph
 from lumos_nb.schema import require
 
@@ -27,6 +38,7 @@ _WIDE = 0.84
 _RULES = (*dict.fromkeys(_OF_RULE.values()), "other")
 
 
+@sized
 def dependencies(
     source: Graph | Result,
     *,
@@ -72,7 +84,6 @@ def dependencies(
     require(graph, "edges")
     if detail not in (None, *DETAILS):
         raise InputError(f"detail is {detail!r}; it may be {', '.join(DETAILS)}, or None.")
-    require_whole(1, width_px=width_px)
     check_window(window_ns, ranks)
     ops = _in_window(source.ops, window_ns, ranks)
     room = max(width_px // _COLUMN_PX, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import altair as alt
@@ -21,9 +20,10 @@ from lumos_nb.charts.style import (
     heading,
     room,
     seconds,
+    sized,
     told,
 )
-from lumos_nb.errors import InputError, LumosError
+from lumos_nb.errors import LumosError, require_number
 from lumos_nb.workloads.llm.candidates import AXES
 
 OTHER_SERIES = (("#D55E00", "cross"), ("#009E73", "diamond"), ("#CC79A7", "square"))
@@ -37,6 +37,7 @@ OBSTACLE = r"^(?:[A-Z]\w+: )?(\w+)"
 """What is in the way: the field that a reason names, or memory."""
 
 
+@sized
 def agreement(
     scored: pl.DataFrame, *, by: str = "source", title: str = "Predicted against measured", width_px: int = 430
 ) -> alt.LayerChart:
@@ -93,6 +94,7 @@ def agreement(
     return alt.LayerChart(layer=[band, line, spans, points], title=text, width=width_px, height=width_px)
 
 
+@sized
 def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 44) -> alt.LayerChart:
     """Draw the times of several steps, a column each: measured, predicted with its interval, and what else there is.
 
@@ -209,16 +211,16 @@ def _three_digits(column: str) -> pl.Expr:
     return pl.col(column).round_sig_figs(3).cast(pl.String)
 
 
-def _usd_of_tokens(usd_per_gpu_hour: object) -> list[pl.Expr]:
+def _usd_of_tokens(usd_per_gpu_hour: float | None) -> list[pl.Expr]:
     """What a billion tokens cost, as `usd`; nothing without a price."""
     if usd_per_gpu_hour is None:
         return []
-    if not (isinstance(usd_per_gpu_hour, int | float) and 0 < usd_per_gpu_hour < math.inf):
-        raise InputError(f"usd_per_gpu_hour={usd_per_gpu_hour!r:.60}: give what a GPU costs an hour, such as 2.5.")
+    require_number(0, 1e9, usd_per_gpu_hour=usd_per_gpu_hour)
     gpu_hours = pl.col("gpus") / pl.col("tokens_per_s") * 1e9 / 3600
-    return [(gpu_hours * usd_per_gpu_hour).alias("usd")]
+    return [(gpu_hours * float(usd_per_gpu_hour)).alias("usd")]
 
 
+@sized
 def pareto(
     frame: pl.DataFrame,
     front: pl.DataFrame,

@@ -5,12 +5,24 @@ from __future__ import annotations
 import altair as alt
 import polars as pl
 
-from lumos_nb.charts.style import CLASS_COLOURS, EDGE, MEASURED, PREDICTED, check_rows, figures, heading, names, told
+from lumos_nb.charts.style import (
+    CLASS_COLOURS,
+    EDGE,
+    MEASURED,
+    PREDICTED,
+    check_rows,
+    figures,
+    heading,
+    names,
+    sized,
+    told,
+)
 from lumos_nb.workloads.dlrm.plan import KINDS, SHARDS
 
 KIND_COLOURS = dict(zip(KINDS, CLASS_COLOURS, strict=False))
 
 
+@sized
 def sharding_plan(shards: pl.DataFrame, *, title: str = "Which device holds what", width_px: int = 620) -> alt.Chart:
     """Draw what each device holds of which embedding table: a bar a shard, as long as it is large.
 
@@ -55,6 +67,7 @@ def sharding_plan(shards: pl.DataFrame, *, title: str = "Which device holds what
     return chart
 
 
+@sized
 def device_loads(
     devices: pl.DataFrame, *, title: str = "What each device does and holds", width_px: int = 460
 ) -> alt.VConcatChart:

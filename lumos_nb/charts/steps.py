@@ -22,6 +22,7 @@ from lumos_nb.charts.style import (
     heading,
     in_ms,
     names,
+    sized,
     texts,
     told,
 )
@@ -31,6 +32,7 @@ from lumos_nb.graph import Graph
 from lumos_nb.partition import PARTS, HasOps
 
 
+@sized
 def timeline(
     source: HasOps | pl.DataFrame,
     *,
@@ -131,6 +133,7 @@ def _bar_rows(bars: pl.DataFrame) -> pl.DataFrame:
     return in_ms(named.drop("waits", "dur_ns", "slack_ns"))
 
 
+@sized
 def breakdown_bars(
     parts: pl.DataFrame | Mapping[str, pl.DataFrame], *, title: str = "Where the step goes", width_px: int = 500
 ) -> alt.Chart:
@@ -195,6 +198,7 @@ def part_rows(frame: pl.DataFrame, name: str) -> pl.DataFrame:
     )
 
 
+@sized
 def structure_bars(table: pl.DataFrame, *, title: str = "Layers found", width_px: int = 400) -> alt.Chart:
     """Draw how much of each rank's phases lies in the layers that were found, and how sure that is.
 
@@ -234,6 +238,7 @@ def structure_bars(table: pl.DataFrame, *, title: str = "Layers found", width_px
     return chart
 
 
+@sized
 def predicted_vs_measured(
     scored: pl.DataFrame, *, title: str = "Each step predicted from the others", width_px: int = 500
 ) -> alt.Chart:

@@ -5,14 +5,35 @@ One colour means one thing in all charts. The colours are Okabe and Ito's (2008)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
+from functools import wraps
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import altair as alt
 import polars as pl
 
 from lumos_nb.errors import InputError, LumosError, SchemaError, require_kinds, require_whole
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_MOST = 10**7
+
+
+def sized(function: Callable[P, T]) -> Callable[P, T]:
+    """A chart whose sizes and limits are refused where they are no whole numbers from 1 on."""
+    signature = inspect.signature(function)
+    sizes = {name for name, each in signature.parameters.items() if each.annotation == "int"}
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        require_whole(1, _MOST, **{name: given[name] for name in sizes & given.keys()})
+        return function(*args, **kwargs)
+
+    return checked
+
 
 COMPUTE, TRANSFER, WAITING, COPY, HOST, UNEXPLAINED, NOTHING = (
     *("#0072B2", "#D55E00", "#F7CDB0", "#009E73", "#56B4E9"),

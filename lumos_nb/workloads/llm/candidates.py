@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import msgspec
 import polars as pl
 
-from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.errors import InputError, LayoutError, shown
 from lumos_nb.layout import CHUNKS, Cluster, Parallelism, Training, Transformer, problems
+from lumos_nb.transformer import MOST
 
 OF_LAYOUT: Mapping[str, pl.DataType] = {
     "tp": pl.Int64(),
@@ -185,8 +186,8 @@ def _series(name: str, given: object) -> pl.Series:
     if not values:
         raise InputError(f"{name}={given!r}: give at least one value.")
     for value in values:
-        if type(value) is not wanted or (type(value) is int and value < least):
-            raise InputError(f"{name}={value!r}: give one {wanted.__name__} or several in a list.")
+        if type(value) is not wanted or (type(value) is int and not least <= value <= MOST):
+            raise InputError(f"{name}={shown(value)}: give one {wanted.__name__} or several in a list.")
         if value not in _WORDS.get(name, (value,)):
             raise InputError(f"{name}={value!r}: there are {', '.join(map(repr, _WORDS[name]))}.")
     return pl.Series(name, values, dtype=AXES[name]).unique(maintain_order=True)

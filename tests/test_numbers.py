@@ -1,0 +1,119 @@
+"""Numbers that people type: what cannot be, or would take more than a machine has, is an error that says the bound."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+import lumos_nb as ln
+from lumos_nb import charts
+from lumos_nb.errors import InputError, LumosError, require_memory, require_number, shown
+from lumos_nb.graph import Graph, build_graph
+
+NO_SIZE = [10**5000, 10**400, 2**63, 10**12, True, "3", 1.5, math.nan, math.inf, -1, np.float64(4), None]
+
+SIZES: dict[str, Callable[[Any], object]] = {
+    "Parallelism: tp": lambda x: ln.Parallelism(tp=x),
+    "Parallelism: split": lambda x: ln.Parallelism(split=(x,)),
+    "Transformer: hidden": lambda x: ln.Transformer(layers=4, hidden=x, heads=4, ffn=64, vocab=100, head_dim=8),
+    "Transformer: layers": lambda x: ln.Transformer(layers=x, hidden=64, heads=4, ffn=64, vocab=100),
+    "Training: seq": lambda x: ln.Training(micro_batch=1, global_batch=8, seq=x),
+    "Cluster: nodes": lambda x: ln.Cluster(gpu="H100-SXM-80GB", nodes=x, gpus_per_node=1, between="InfiniBand NDR 400"),
+    "Dlrm: dense": lambda x: ln.Dlrm(dense=x, bottom=(8,), top=(1,)),
+    "Dlrm: bottom": lambda x: ln.Dlrm(dense=8, bottom=(x,), top=(1,)),
+    "DlrmTraining: global_batch": lambda x: ln.DlrmTraining(global_batch=x),
+}
+
+
+@pytest.mark.parametrize("field", SIZES)
+@pytest.mark.parametrize("value", NO_SIZE, ids=shown)
+def test_a_size_that_none_can_have_is_named(field: str, value: object) -> None:
+    with pytest.raises(LumosError, match=rf"^{field} is .*; give"):
+        SIZES[field](value)
+
+
+@pytest.mark.parametrize("field", [field for field in SIZES if field not in ("Parallelism: split", "Dlrm: bottom")])
+def test_a_size_of_numpy_is_taken(field: str) -> None:
+    SIZES[field](np.int32(64))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: ln.Parallelism(tp=2**10, dp=2**10, pp=2), "2,097,152 ranks: give 1,048,576 at most"),
+        (lambda: ln.Cluster(gpu="A100", nodes=2**20, inside="NVLink3 NVSwitch", between="InfiniBand NDR 400"),
+         "8,388,608 GPUs: give 1,048,576 at most"),
+        (lambda: ln.Training(micro_batch=1, global_batch=2**30, seq=2**30), "tokens a step: give"),
+        (lambda: ln.Training(micro_batch=1, global_batch=1, seq=1, capacity=1e30), "2,147,483,647 at most"),
+        (lambda: ln.Transformer(layers=10**5, hidden=2**21, heads=1, ffn=2**21, vocab=9), "parameters: give 9"),
+    ],
+)  # fmt: skip
+def test_sizes_that_are_too_much_together_say_what_they_make(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(LumosError, match=says):
+        make()
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return build_graph(ln.load_run(ln.datasets.path("gpt-ddp")))
+
+
+def test_what_takes_more_memory_than_there_is_says_how_much(graph: Graph) -> None:
+    with pytest.raises(InputError, match=r"times=1,000,000,000 takes some .* GiB of memory, and this machine has"):
+        ln.repeat(graph, 10**9)
+    with pytest.raises(InputError, match=r"a sweep takes some 1.*GiB"):
+        require_memory(2**60, "a sweep")
+    require_memory(1, "nothing")
+
+
+def test_a_sweep_of_too_many_scenarios_says_how_much_they_take(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenarios = pl.DataFrame({"cpu": [0.5] * 1000})
+    monkeypatch.setattr("os.sysconf", lambda _: 100)
+    with pytest.raises(InputError, match="a sweep of 1,000 scenarios takes some"):
+        ln.sweep(graph, scenarios)
+
+
+@pytest.mark.parametrize("value", [10**5000, True, math.nan, math.inf, "3", 0, -1, None, np.float64("nan")], ids=shown)
+def test_a_number_that_is_none_says_the_bounds(value: object) -> None:
+    with pytest.raises(InputError, match=r"x=.*: give a finite number above 0 of at most 1e.09"):
+        require_number(0, 1e9, x=value)
+    require_number(0, 1e9, x=np.float32(2), y=10**9, z=1e-300)
+
+
+@pytest.fixture(scope="module")
+def found() -> ln.Found:
+    cluster = ln.Cluster(gpu="H100-SXM-80GB", nodes=1, inside="NVLink4 NVSwitch")
+    train = ln.Training(micro_batch=1, global_batch=8, seq=8192)
+    return ln.search(ln.Transformer.named("llama-3-8b"), cluster, train, keep=0, schedule="1f1b", cp=1)
+
+
+@pytest.mark.parametrize("value", [10**400, True, math.nan, "3", -1])
+def test_a_price_that_is_none_is_named(found: ln.Found, value: Any) -> None:
+    with pytest.raises(InputError, match="usd_per_gpu_hour="):
+        charts.pareto(found.feasible, found.pareto, usd_per_gpu_hour=value)
+
+
+CHARTS = {
+    name: [
+        each.name for each in inspect.signature(getattr(charts, name)).parameters.values() if each.annotation == "int"
+    ]
+    for name in dir(charts)
+    if inspect.isfunction(getattr(charts, name))
+}
+
+
+@pytest.mark.parametrize("value", [-1, 0, True, 1.5, "x", 10**30, math.nan, None], ids=str)
+@pytest.mark.parametrize("name", [name for name, sizes in CHARTS.items() if sizes])
+def test_a_size_of_a_chart_that_is_none_is_named(name: str, value: object) -> None:
+    chart = getattr(charts, name)
+    takes = inspect.signature(chart).parameters.values()
+    given = [None for each in takes if each.default is each.empty and each.kind is not each.KEYWORD_ONLY]
+    for size in CHARTS[name]:
+        with pytest.raises(InputError, match=f"{size}=.*give a whole number from 1 to 10,000,000"):
+            chart(*given, **{size: value})
