@@ -395,10 +395,12 @@ def capture(
 
     Examples
     --------
-    >>> with ln.capture("runs/x", steps=5) as rec:          # doctest: +SKIP
+    >>> import torch
+    >>> net, batches = torch.nn.Linear(8, 8), [torch.ones(4, 8)] * 100
+    >>> with ln.capture("runs/x", steps=5) as rec:
     ...     for batch in rec.wrap(batches):
-    ...         train_step(batch)
-    >>> run = ln.load_run("runs/x")                          # doctest: +SKIP
+    ...         net(batch).sum().backward()
+    >>> run = ln.load_run("runs/x")
     """
     _check_counts(steps=(steps, 1), warmup=(warmup, 0), timed=(timed, 0), executed=(executed, 0))
     given, device = _json_values(arguments), _seen_device(device)
