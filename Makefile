@@ -1,6 +1,6 @@
 # Everything runs in .venv, made by the first call. It takes make and Python 3.11 or newer, and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: app browser here gallery notebooks docs help env demo test dist versions audit lint warm lab soak kill accuracy bench bench-peers bench-check calibrate lookups calibrations surcharges scale datasets outputs tables picture constraints
+.PHONY: app browser here gallery notebooks docs help env demo test dist versions audit lint warm lab soak kill accuracy bench bench-peers bench-check calibrate lookups calibrations surcharges scale scale-traces datasets outputs tables picture constraints
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -114,6 +114,10 @@ bench: env ## speed, on the largest run at hand: benchmarks/results.json and its
 
 scale: env ## jobs of 1 to 512 ranks, replayed on this machine, in 12 minutes; takes 8 GB of disk and 16 GiB of memory
 	$(BIN)/python -m benchmarks.bench_scale
+	$(BIN)/python -m benchmarks.rows
+
+scale-traces: env ## traces of 8 and 64 ranks read rank by rank, and all in one memory, in 6 minutes; RANKS="8 64 512" for more
+	$(BIN)/python -m benchmarks.bench_rankwise $(if $(RANKS),--ranks $(RANKS))
 	$(BIN)/python -m benchmarks.rows
 
 bench-peers: build/peers-venv/.installed ## speed beside other programs, in 8 minutes: benchmarks/README.md
