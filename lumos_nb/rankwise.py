@@ -28,7 +28,7 @@ from lumos_nb.jobs import Job, finish_job
 from lumos_nb.repetitions import asked, pooled
 from lumos_nb.step_times import StepTimes
 from lumos_nb.traces.export import read_table
-from lumos_nb.waits import ROUNDS, Sightings, chosen_waits
+from lumos_nb.waits import ROUNDS, SEEN, Sightings, chosen_waits
 
 
 def load_job(
@@ -128,15 +128,15 @@ def _answers(clocked: list[Clocked], step: int, executor: Executor | str | None)
     return answers
 
 
-def _ops_of(rank: int, path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The ops and synchronisation records of a rank."""
+def _ops_of(rank: int, path: Path, columns: list[str] | None = None) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The ops of a rank, or some of their columns, and its synchronisation records."""
     records = read_table(path.with_suffix(".records"))
-    return read_table(path), records.with_columns(rank=pl.lit(rank, pl.Int32))
+    return read_table(path, columns), records.with_columns(rank=pl.lit(rank, pl.Int32))
 
 
 def _ask(step: int, answers: Answers, files: tuple[int, Path]) -> list[pl.DataFrame | None]:
     """What a rank says next in each search; None where it ends."""
-    asking = Sightings(*_ops_of(*files)).searches(step, step)
+    asking = Sightings(*_ops_of(*files, SEEN)).searches(step, step)
     return [asked(search, known)[0] for search, known in zip(asking, answers or repeat([]), strict=False)]
 
 

@@ -105,6 +105,12 @@ def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int)
 ROUNDS = 4
 """How often the search that asks most does."""
 
+_IDENTITY = ("op_id", "rank", "lane", "step", "site", "nth", "correlation")
+
+SEEN = [*_IDENTITY, "kind", "name", "thread", "parent", "call", "around", "frame", "top_frame"]
+SEEN += ["launch_ns", "start_ns", "dur_ns"]
+"""Columns of ops that say something of waits."""
+
 Tables = tuple[pl.DataFrame, pl.DataFrame]
 
 
@@ -114,11 +120,11 @@ class Sightings:
     Parameters
     ----------
     ops, records
-        As of `find_waits`.
+        As of `find_waits`; of ops the columns `SEEN`.
     """
 
     def __init__(self, ops: pl.DataFrame, records: pl.DataFrame) -> None:
-        self._ops, self._records = ops, records
+        self._ops, self._records = ops.select(SEEN), records
         self._made: dict[str, Tables] = {}
 
     def waits(self, step: int, unseen: int) -> pl.DataFrame:
@@ -222,9 +228,6 @@ class Sightings:
             self._made["hidden"] = ended(pl.concat([stretches, syncs]), self._device)
         waits, votes = self._made["hidden"]
         return (yield from elected(waits, votes, self._device, step, unseen, WAKE_HOST_NS))
-
-
-_IDENTITY = ("op_id", "rank", "lane", "step", "site", "nth", "correlation")
 
 
 def chosen_waits(step: int, found: Iterable[pl.DataFrame]) -> pl.DataFrame:
