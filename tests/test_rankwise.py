@@ -20,7 +20,7 @@ from trace_builder import Trace
 import lumos_nb as ln
 from benchmarks.make_large_trace import Place, write_large_trace
 from lumos_nb import rankwise
-from lumos_nb.errors import LumosError, RunError
+from lumos_nb.errors import GraphError, LumosError, RunError
 from lumos_nb.jobs import Job
 
 NAMES = pl.struct("rank", "lane", "kind", "name", "start_ns", "dur_ns", "site", "nth", "match").hash()
@@ -209,6 +209,39 @@ def test_copies_damaged_files_and_archives(made_up: Path, tmp_path: Path) -> Non
     found, expected = both(tmp_path / "run.tar.gz", tmp_path, cache=False)
     assert_same(found, expected)
     assert found.report.filter(what="not read").height == 2
+
+
+def test_a_rank_without_work(made_up: Path, tmp_path: Path) -> None:
+    """It is of the run, but nothing of it is in the graph."""
+    idle = Trace(1)
+    idle.op("aten::later", 10, 20)
+    for row in idle.rows:
+        row["category"] = "ac2g_of_nobody"
+    run = written(tmp_path / "run", profiles((1, 2, 3)), idle, profiles((1, 2, 3), rank=2))
+    found, expected = both(run, tmp_path)
+    assert_same(found, expected)
+    assert found.ranks["rank"].to_list() == [0, 2]
+
+
+def test_a_cycle_over_several_ranks_is_found_by_the_replay(tmp_path: Path) -> None:
+    """Two ranks whose streams take two collectives in turn, each the other way round."""
+    made = []
+    for rank, numbers in enumerate([(1, 2), (2, 1)]):
+        trace = Trace(rank)
+        for step in (1, 2):
+            at = 1000.0 * step
+            trace.step(step, at, at + 1000)
+            for place, number in enumerate(numbers):
+                begin = at + 100 + 300 * place
+                about = {"Collective name": "allreduce", "Process Group Name": "0", "Seq": 10 * step + number}
+                trace.launch("ncclKernel", (begin, begin + 10), (begin + 20, begin + 200), args=about)
+        made.append(trace)
+    run = written(tmp_path / "run", *made)
+    with pytest.raises(GraphError, match="make a cycle"):
+        ln.build_graph(ln.load_run(run))
+    job = ln.load_job(run, tmp_path / "job")
+    with pytest.raises(GraphError, match="cycle"):
+        job.replay()
 
 
 def test_half_a_job_is_none(made_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
