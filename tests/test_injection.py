@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 import lumos_nb as ln
-from lumos_nb import cli
+from lumos_nb import charts, cli, widgets
 from lumos_nb.errors import InputError, LumosError, harmless
 from lumos_nb.exchange.benchmark.binding import Unusable, find_op
 from lumos_nb.terminal import as_json
@@ -97,3 +100,78 @@ def test_a_calibration_without_a_cluster_and_a_message_of_no_name_are_refused() 
         ln.benchmark.workload(ln.datasets.path("gpt-single"), calibration=ln.load_calibration("a100"))
     with pytest.raises(InputError, match="'zz' is no message of Chakra"):
         ln.chakra.message_class("zz")
+
+
+BREAKING = "'\"];alert(1)//\\</script><img src=x onerror=alert(1)>{{datum}}"
+_PROGRAM = {"expr", "test", "calculate", "filter", "signal", "update", "formatType", "href", "url"}
+"""Keys of a chart's specification under which Vega takes a text for a program or an address."""
+
+
+def _programs(spec: object, key: str = "") -> Iterator[str]:
+    if isinstance(spec, dict):
+        for name, value in spec.items():
+            yield from _programs(value, name)
+    elif isinstance(spec, list):
+        for value in spec:
+            yield from _programs(value, key)
+    elif isinstance(spec, str) and key in _PROGRAM:
+        yield spec
+
+
+@pytest.fixture
+def breaking(tmp_path: Path) -> ln.Graph:
+    def body(trace: Trace, _: int, start: float) -> None:
+        trace.op(BREAKING, start + 100, start + 200)
+        trace.launch(BREAKING, (start + 120, start + 130), (start + 300, start + 600))
+
+    return ln.build_graph(ln.load_run(write_kineto(repeated(body), tmp_path / "rank0.json")))
+
+
+CHARTS: dict[str, Callable[[ln.Graph], Any]] = {
+    "timeline": lambda graph: charts.timeline(ln.replay(graph)),
+    "dependencies": lambda graph: charts.dependencies(graph),
+    "difference": lambda graph: charts.difference(_changes(graph), level="op"),
+    "sensitivity": lambda graph: charts.sensitivity(
+        ln.sweep(graph, [{"scenario": BREAKING, "kernel": 2.0}], by="kind")
+    ),
+}
+
+
+def _changes(graph: ln.Graph) -> pl.DataFrame:
+    slower = graph.ops.with_columns(dur_ns=2 * pl.col("dur_ns"))
+    return ln.compare(ln.replay(graph), ln.replay(replace(graph, ops=slower)))
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_a_name_is_no_program_of_a_chart(name: str, breaking: ln.Graph) -> None:
+    spec = CHARTS[name](breaking).to_dict()
+    assert BREAKING in json.dumps(spec, ensure_ascii=False).replace("\\\\", "\\").replace('\\"', '"')
+    assert not [text for text in _programs(spec) if "alert" in text]
+
+
+def _markup(widget: Any) -> Iterator[str]:
+    """What a widget, those in it, and what is displayed in it give a browser to read as HTML."""
+    if type(widget).__name__.startswith("HTML"):
+        yield widget.value
+    for output in getattr(widget, "outputs", ()):
+        yield output.get("data", {}).get("text/html", "")
+    for child in getattr(widget, "children", ()):
+        yield from _markup(child)
+
+
+@pytest.mark.parametrize("panel", ["what_if", "explore"])
+def test_a_name_is_no_markup_of_a_panel(panel: str, breaking: ln.Graph) -> None:
+    given = breaking if panel == "what_if" else breaking.run
+    shown = "".join(_markup(getattr(widgets, panel)(given)))
+    assert len(shown) > 100
+    assert "<img" not in shown
+    assert "</script>" not in shown.replace("</script>\n", "")
+
+
+def test_a_name_is_no_markup_of_a_report(breaking: ln.Graph) -> None:
+    run = breaking.run
+    assert run is not None
+    for shown in (run, breaking, ln.replay(breaking), ln.step_report(run)):
+        text = shown._repr_html_()
+        assert "&lt;img" in text or "alert(1)" not in text
+        assert "<img src=x" not in text
