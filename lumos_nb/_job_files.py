@@ -70,6 +70,9 @@ SEALS = "seals.json"
 _CRC = "lumos_nb_crc"
 """Key of the Parquet file's own metadata with the checksum of `RANKS`."""
 
+_REPORT_CRC = "lumos_nb_report_crc"
+"""The same of the report."""
+
 
 class Files:
     """The files of a job: its folder, and what `RANKS` says of its ranks."""
@@ -101,8 +104,12 @@ class Files:
 
     def report(self) -> pl.DataFrame:
         """What was assumed while the job was made."""
-        path = self.folder / "report.parquet"
+        path, ranks = self.folder / "report.parquet", self.folder / "ranks.parquet"
         try:
+            with panics_told(), ranks.open("rb") as file:
+                said = pl.read_parquet_metadata(file).get(_REPORT_CRC)
+            if str(_checksum(path)) != said:
+                raise RunError(f"{path} has changed since the job was written: write the job anew.")
             return read_table(path)
         except (OSError, pl.exceptions.PolarsError, TraceError) as error:
             raise RunError(f"{path} cannot be read ({error}): write the job anew.") from error
@@ -333,7 +340,8 @@ def finish(folder: Path, ranks: Iterable[pl.DataFrame], report: pl.DataFrame) ->
     with whole(folder / "report.parquet", RunError) as part:
         report.write_parquet(part)
     with whole(folder / "ranks.parquet", RunError) as part:
-        table.write_parquet(part, metadata={_CRC: _checksum_of(table)})
+        about = {_CRC: _checksum_of(table), _REPORT_CRC: str(_checksum(folder / "report.parquet"))}
+        table.write_parquet(part, metadata=about)
     return Files(folder, table)
 
 

@@ -265,5 +265,9 @@ def test_half_a_job_is_none(made_up: Path, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "reading").mkdir()  # of one that nobody could clear up after
     (tmp_path / "reading" / "left").write_text("")
     ln.load_job(some, tmp_path)
-    assert sorted(ln.open_job(tmp_path).ranks["rank"]) == [0, 1, 2]
+    job = ln.open_job(tmp_path)
+    assert sorted(job.ranks["rank"]) == [0, 1, 2]
     assert not (tmp_path / "reading").exists()
+    job.report.with_columns(count=7).write_parquet(tmp_path / "report.parquet")
+    with pytest.raises(RunError, match=r"report\.parquet has changed"):
+        assert job.report
