@@ -16,7 +16,8 @@ import pytest
 
 from lumos_nb.errors import LumosError
 from lumos_nb.schema import panics_told
-from tests import soak_rows
+from lumos_nb.traces.run import load_run
+from tests import soak_rows, soak_seeds
 from tests.mutations import tar_of
 from tests.soak import BY_HAND, MOST_WALL_S, ROOT, SEED, Process, damaged
 from tests.soak_extremes import extremes
@@ -105,6 +106,12 @@ def test_what_was_found_once_is_an_error_that_names_the_file(
     with pytest.raises(LumosError, match=says) as caught:
         reader.read(path)
     assert path.name in str(caught.value)
+
+
+def test_a_file_cannot_claim_ranks_as_readers_of_several_do(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.json"
+    path.write_bytes(soak_seeds.made_kineto().replace(b'{"', b'{"ranks": ["m", 7, 8], "ranks_counted": 1, "', 1))
+    assert load_run(path, cache=False).ranks["rank"].to_list() == [0]
 
 
 def test_a_panic_over_parquet_is_an_error_of_polars() -> None:

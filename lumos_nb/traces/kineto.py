@@ -74,7 +74,8 @@ def read_kineto(path: str | Path) -> Trace:
         notes.append(("times", 1, f"baseTimeNanoseconds is {metadata['baseTimeNanoseconds']!r}: taken as 0"))
         base_ns = 0
     events = table.frame(base_ns, rank_of(metadata) or 0, odd.counts)
-    metadata |= odd.names() | {"event_count": scanner.events}
+    told = {key: value for key, value in metadata.items() if key not in ("ranks", "ranks_counted")}  # of other readers
+    metadata = told | odd.names() | {"event_count": scanner.events}
     return Trace(events, metadata, pl.DataFrame(notes + table.notes, schema=NOTES, orient="row"))
 
 
