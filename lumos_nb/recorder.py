@@ -362,8 +362,7 @@ def capture(
     folder
         Where the files go; every rank names the same. It must not hold a capture yet.
     steps
-        Traced steps, after one that the profiler throws away. The graph of a run leaves out the first and the last of
-        them, so ask for at least 3.
+        Traced steps, after one that the profiler throws away: 3 or more, as graphs leave out the first and the last.
     warmup
         Steps before anything is measured.
     timed
@@ -385,8 +384,7 @@ def capture(
     Returns
     -------
     Recorder
-        A context manager; `rec.step()` ends an iteration, `rec.wrap(batches)` does it for you, `rec.total_steps` is
-        how many iterations the loop needs.
+        A context manager; `rec.step()` ends an iteration, `rec.wrap(batches)` does it; it takes `rec.total_steps`.
 
     Raises
     ------
