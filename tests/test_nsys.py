@@ -373,3 +373,15 @@ def test_sql_of_any_shape_is_read(tmp_path: Path) -> None:
     trace = read_nsys(path)
     assert trace.events["name"].to_list() == ["forward"]
     assert notes(trace)['not read odd"name'] == 1
+
+
+def test_a_table_whose_name_is_no_text_is_left_out(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(";".join(sqlite3.connect(sound).iterdump()).replace("COMMIT;", ""))
+        connection.execute("CREATE TABLE otherwise (x)")
+    connection.close()
+    header = b"\x17\x1f\x1f\x01"  # of its row in the list of tables: texts of 5, 9 and 9 bytes, a number
+    assert header in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(header, b"\x17\x1e\x1f\x01"))  # the name as bytes
+    assert read_nsys(path).events.equals(read_nsys(sound).events)

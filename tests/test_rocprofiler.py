@@ -204,3 +204,11 @@ def test_records_of_callbacks_are_named_as_not_read(tmp_path: Path) -> None:
 def test_a_file_without_a_process_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"results\.json holds no process"):
         load_run(write(tmp_path))
+
+
+@pytest.mark.parametrize("key", [10**40, 2**64, -(2**63) - 1])
+def test_numbers_that_no_record_can_have_name_nothing(tmp_path: Path, key: int) -> None:
+    odd = process(kernel_dispatch=[kernel(30, 40, 11)])
+    odd["strings"]["marker_api"].append({"key": key, "value": "beyond"})
+    odd["kernel_symbols"].append({"kernel_id": key, "formatted_kernel_name": "beyond", "kernel_name": "beyond"})
+    assert read_rocprofiler(write(tmp_path, odd)).events["name"].to_list() == ["gemm(float*)"]

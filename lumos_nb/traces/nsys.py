@@ -128,7 +128,7 @@ class _Export:
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self.connection = connection
         names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
-        self.tables = {name for (name,) in names}
+        self.tables = {name for (name,) in names if isinstance(name, str)}  # a damaged list may hold anything
         if self.tables.isdisjoint(EVENT_TABLES):
             shown = ", ".join(sorted(self.tables)[:5]) or "none"
             raise UnsupportedFormat(

@@ -216,4 +216,5 @@ def _records(process: _Process, name: str) -> pl.DataFrame:
 
 def _known(value: pl.Expr, known: dict[int, Any], dtype: type[pl.DataType]) -> pl.Expr:
     """What `known` has for each value, else null."""
+    known = {key: what for key, what in known.items() if -(2**63) <= key < 2**63}  # no record has a greater one
     return value.replace_strict(known, default=None, return_dtype=dtype)
