@@ -247,7 +247,7 @@ def test_no_more_is_done_than_counted_as_hardware_flops() -> None:
 
 def test_a_step_without_end_is_refused_before_it_fills_the_memory() -> None:
     with pytest.raises(LayoutError, match="give fewer layers, or a larger micro_batch"):
-        of(Parallelism(), msgspec.structs.replace(LLAMA, layers=10**6))
+        of(Parallelism(), msgspec.structs.replace(LLAMA, layers=10**5), global_batch=2048)
 
 
 def test_an_attention_that_nobody_measured_is_warned_of() -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ SCENARIOS = [{"cpu": 1 + i / 100} for i in range(200)]
 def client() -> Iterator[Client]:
     # A cluster gives up a worker that is not back in 15 s, which a busy machine may take.
     with (
+        suppress(TimeoutError),  # of workers that a busy machine ends late
         dask.config.set({"distributed.deploy.lost-worker-timeout": "10 minutes"}),
         LocalCluster(
             n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50,
