@@ -47,7 +47,7 @@ def recorded(inputs: Mapping[str, int]) -> set[str]:
     """Those of some readers of which so many files, or more, are recorded of the sources as they are."""
     rows = {row.name: row for row in read(RESULTS)}
     found = {name: row for name in inputs if (row := rows.get(f"soak/{name}"))}
-    return {name for name, row in found.items() if (row.baseline_value or 0) >= inputs[name]
+    return {name for name, row in found.items() if not row.value and (row.baseline_value or 0) >= inputs[name]
             and row.note.endswith(f" {sources(name)}")}  # fmt: skip
 
 
