@@ -10,13 +10,14 @@ import gzip
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
-from benchmarks.bench_load import cost
+from benchmarks.bench_load import one_cost
 from benchmarks.rows import Row, table
 from lumos_nb import datasets
 
-TIMES = 20
+TIMES, RUNS = 20, 3
 FAR = 10**7
 """Between the ids of two copies; as microseconds, longer than the run."""
 
@@ -64,6 +65,20 @@ def _later(event: dict[str, Any], k: int) -> dict[str, Any]:
 def _without_ids(event: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in event.get("args", {}).items() if not key.endswith(" id")}
     return event | {"args": kept}
+
+
+class Cost(NamedTuple):
+    """Processor time and its spread, and the memory at the peak, of a few processes: medians."""
+
+    cpu_s: float
+    spread_s: float
+    peak_bytes: float
+
+
+def cost(path: Path, call: str, imports: str) -> Cost:
+    """Run `call`, which may use `sys.argv[1]`, the path."""
+    times, peaks, _ = zip(*(one_cost(path, call, imports) for _ in range(RUNS)), strict=True)
+    return Cost(median(times), max(times) - min(times), median(peaks))
 
 
 def rows() -> list[Row]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +81,11 @@ def test_a_peer_that_is_not_there_or_fails_has_a_row_that_says_why(tmp_path):
     assert "No module named benchmarks.no_such_program" in row.note
     (row,) = peers.rows_of("silent", "this", sys.executable)
     assert "printed no rows" in row.note
+
+
+PROGRAMS = sorted(path for path in Path(bench_check.__file__).parent.glob("*.py") if not path.stem.startswith("peers_"))
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_every_program_finds_what_it_imports(path: Path) -> None:
+    importlib.import_module(f"benchmarks.{path.stem}")
