@@ -33,6 +33,7 @@ from lumos_nb.errors import (
     named,
     require_kinds,
     require_whole,
+    shown,
 )
 from lumos_nb.schema import EDGES, OPS, TableSchema, panics_told
 from lumos_nb.traces.export import read_table
@@ -85,7 +86,7 @@ class Files:
         """Which row of `ranks` a rank has."""
         is_whole = hasattr(rank, "__index__") and not isinstance(rank, bool)
         if not is_whole or (at := self._places.get(operator.index(rank))) is None:
-            raise InputError(f"the job has no rank {rank!r:.60}; it has {len(self.ranks)}, see .ranks.")
+            raise InputError(f"the job has no rank {shown(rank)}; it has {len(self.ranks)}, see .ranks.")
         return at
 
     def table(self, what: str, rank: int, columns: list[str] | None = None) -> pl.DataFrame:

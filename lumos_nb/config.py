@@ -16,7 +16,7 @@ import msgspec
 
 from lumos_nb import datasets
 from lumos_nb.display import html_fields
-from lumos_nb.errors import UNDECODABLE, InputError, SheetError, named, require_kinds
+from lumos_nb.errors import UNDECODABLE, InputError, SheetError, named, require_kinds, shown
 
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
 """Names of number formats; `fp16/bf16`, as some figures say, is read as fp16, which runs at the same rate."""
@@ -195,7 +195,7 @@ def _found(name: str, sheets: Iterable[AnySheet]) -> AnySheet:
         if plain in map(_plain, names_of(sheet)):
             return sheet
     there = ", ".join(s.name for s in known)
-    raise InputError(f"no data sheet is called {name!r:.60}; there are: {there}. Make your own: Gpu or Fabric.")
+    raise InputError(f"no data sheet is called {shown(name)}; there are: {there}. Make your own: Gpu or Fabric.")
 
 
 def _plain(name: str) -> str:

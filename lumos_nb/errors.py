@@ -133,13 +133,18 @@ def require_whole(least: int, most: int = 2**62, /, **given: object) -> None:
             raise InputError(f"{name}={shown(value)}: give a whole number {bounds}.")
 
 
-def require_number(above: float = -math.inf, most: float = sys.float_info.max, /, **given: object) -> None:
-    """Raise InputError for the first argument that is no finite number above `above` and of at most `most`."""
+ABOVE_0 = math.nextafter(0, 1)
+"""As the least of `require_number`: any number above 0."""
+
+
+def require_number(least: float = -math.inf, most: float = sys.float_info.max, /, **given: object) -> None:
+    """Raise InputError for the first argument that is no finite number from `least` to `most`."""
     for name, value in given.items():
         number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not number or not above < value <= most:  # type: ignore[operator]  # nan is neither
-            bounds = ("" if above == -math.inf else f" above {above:g}") + f" of at most {most:g}"
-            raise InputError(f"{name}={shown(value)}: give a finite number{bounds}.")
+        if not number or not least <= value <= most:  # type: ignore[operator]  # nan is neither
+            low = {-math.inf: "", ABOVE_0: " above 0"}.get(least, f" of at least {least:g}")
+            high = "" if most == sys.float_info.max else f", {most:g} at most"
+            raise InputError(f"{name}={shown(value)}: give a finite number{low}{high}.")
 
 
 def require_memory(size_bytes: int, what: str) -> None:
@@ -165,7 +170,7 @@ def named(path: object, error: type[LumosError] = InputError) -> Path:
         end or be replaced; InputError of what is no path.
     """
     if not isinstance(path, str | os.PathLike):
-        raise InputError(f"{path!r:.60} is no path: give the name of a file or a folder.")
+        raise InputError(f"{shown(path)} is no path: give the name of a file or a folder.")
     try:
         found = Path(path)
         longest, size = max(map(len, map(os.fsencode, found.parts)), default=0), len(os.fsencode(found))

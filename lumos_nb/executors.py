@@ -7,7 +7,7 @@ from concurrent.futures import BrokenExecutor, CancelledError, Executor
 from functools import partial
 from typing import Any, TypeVar
 
-from lumos_nb.errors import ExecutorError
+from lumos_nb.errors import ExecutorError, shown
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -62,7 +62,7 @@ def check_executor(executor: object) -> None:
         return
     if isinstance(executor, type) or not hasattr(executor, "map"):
         raise ExecutorError(
-            f"executor is {executor!r:.60}; give one as concurrent.futures has, or the address of a Dask scheduler."
+            f"executor is {shown(executor)}; give one as concurrent.futures has, or the address of a Dask scheduler."
         )
     context = getattr(executor, "_mp_context", None)
     if context is not None and context.get_start_method() == "fork":
@@ -77,13 +77,13 @@ def _by_address(address: str, function: Callable[[Given], Made], items: Iterable
         from distributed import Client
     except ModuleNotFoundError:
         raise ExecutorError(
-            f"executor is the address {address!r:.60}, which needs Dask: pip install 'lumos_nb[cluster]'."
+            f"executor is the address {shown(address)}, which needs Dask: pip install 'lumos_nb[cluster]'."
         ) from None
     try:
         client: Any = Client(address, timeout=CONNECT_S, set_as_default=False)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, TypeError) as error:
         raise ExecutorError(
-            f"no Dask scheduler answers at {address!r:.60} ({error}); give the address that it prints when it starts."
+            f"no Dask scheduler answers at {shown(address)} ({error}); give the address that it prints when it starts."
         ) from error
     with client:
         yield from _told(client.get_executor(), function, items)

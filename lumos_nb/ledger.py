@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -15,7 +14,7 @@ import polars as pl
 
 from lumos_nb._replay_plan import LONGEST_NS
 from lumos_nb.display import format_ns, format_share
-from lumos_nb.errors import UNDECODABLE, LumosError, named
+from lumos_nb.errors import UNDECODABLE, LumosError, named, require_number
 from lumos_nb.findings import inner_steps, step_spread
 from lumos_nb.graph import Recording
 from lumos_nb.schema import require
@@ -157,9 +156,7 @@ def save_prediction(
     'network twice as fast'
     """
     require(run, "events")
-    for name, value in {"times": times, "model_error": model_error}.items():
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
-            raise LumosError(f"{name} is {value!r}; give a finite number >= 0.")
+    require_number(0, times=times, model_error=model_error)
     if not isinstance(change, str):
         raise LumosError(f"change is {change!r}; say in words what will be changed.")
     steps, median_ns, least_ns, most_ns, _ = step_spread(recording or Recording.of(run)).row(0)

@@ -80,28 +80,6 @@ def identify(ops: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def find_waits(ops: pl.DataFrame, records: pl.DataFrame, step: int, unseen: int) -> pl.DataFrame:
-    """Waits of one step.
-
-    Parameters
-    ----------
-    ops
-        Raw ops of all ranks and steps on one clock (`clocks.align_clocks`), with `nth` (`identify`).
-    records
-        `sync_records`; may be empty.
-    step
-        The step whose waits are wanted.
-    unseen
-        The step whose times must not serve as evidence: the one that is to be predicted, and `step` itself if none is.
-
-    Returns
-    -------
-    table
-        Columns `WAITS`. A call without a row waits for something that no evidence names.
-    """
-    return Sightings(ops, records).waits(step, unseen)
-
-
 ROUNDS = 4
 """How often the search that asks most does."""
 
@@ -119,8 +97,10 @@ class Sightings:
 
     Parameters
     ----------
-    ops, records
-        As of `find_waits`; of ops the columns `SEEN`.
+    ops
+        Raw ops of all ranks and steps on one clock (`clocks.align_clocks`), with `nth` (`identify`): columns `SEEN`.
+    records
+        `sync_records`; may be empty.
     """
 
     def __init__(self, ops: pl.DataFrame, records: pl.DataFrame) -> None:
@@ -128,7 +108,10 @@ class Sightings:
         self._made: dict[str, Tables] = {}
 
     def waits(self, step: int, unseen: int) -> pl.DataFrame:
-        """As `find_waits`."""
+        """Waits of one step: columns `WAITS`. A call without a row waits for something that no evidence names.
+
+        Times of step `unseen` serve as no evidence: of that which is to be predicted, else of `step` itself.
+        """
         return chosen_waits(step, [among_themselves(search) for search in self.searches(step, unseen)])
 
     def searches(self, step: int, unseen: int) -> list[Asking]:

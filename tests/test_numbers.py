@@ -13,7 +13,7 @@ import pytest
 
 import lumos_nb as ln
 from lumos_nb import charts
-from lumos_nb.errors import InputError, LumosError, require_memory, require_number, shown
+from lumos_nb.errors import ABOVE_0, InputError, LumosError, require_memory, require_number, shown
 from lumos_nb.graph import Graph, build_graph
 
 NO_SIZE = [10**5000, 10**400, 2**63, 10**12, True, "3", 1.5, math.nan, math.inf, -1, np.float64(4), None]
@@ -81,9 +81,9 @@ def test_a_sweep_of_too_many_scenarios_says_how_much_they_take(graph: Graph, mon
 
 @pytest.mark.parametrize("value", [10**5000, True, math.nan, math.inf, "3", 0, -1, None, np.float64("nan")], ids=shown)
 def test_a_number_that_is_none_says_the_bounds(value: object) -> None:
-    with pytest.raises(InputError, match=r"x=.*: give a finite number above 0 of at most 1e.09"):
-        require_number(0, 1e9, x=value)
-    require_number(0, 1e9, x=np.float32(2), y=10**9, z=1e-300)
+    with pytest.raises(InputError, match=r"x=.*: give a finite number above 0, 1e.09 at most"):
+        require_number(ABOVE_0, 1e9, x=value)
+    require_number(ABOVE_0, 1e9, x=np.float32(2), y=10**9, z=1e-300)
 
 
 @pytest.fixture(scope="module")

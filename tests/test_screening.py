@@ -275,7 +275,7 @@ def test_surcharges_reach_screen_and_replay():
 
 @pytest.mark.parametrize("keep", [-1, 2.5, True])
 def test_keep_is_a_number(keep):
-    with pytest.raises(InputError, match="give how many layouts are replayed"):
+    with pytest.raises(InputError, match=f"keep={keep}: give a whole number from 0"):
         found_of(keep=keep)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lumos_nb.waits import find_waits
+from lumos_nb.waits import Sightings
 from tests.trace_builder import (
     ENGINE,
     PERIOD,
@@ -326,7 +326,7 @@ def test_a_step_that_is_to_be_predicted_is_no_evidence_for_the_others():
 
     recording = recording_of(repeated(body, PERIOD))
     assert [row[2] for row in waits(recording, 3)] == ["p"]
-    assert find_waits(recording.ops, recording.records, 3, unseen=2).is_empty()  # one step alone is no evidence
+    assert Sightings(recording.ops, recording.records).waits(3, unseen=2).is_empty()  # one step alone is no evidence
 
 
 def test_a_target_that_had_not_ended_in_one_of_the_other_steps_is_none():

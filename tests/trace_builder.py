@@ -14,7 +14,7 @@ from lumos_nb.critical_path import Result, replay
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.run import RANKS, REPORT, Run
-from lumos_nb.waits import find_waits
+from lumos_nb.waits import Sightings
 
 ZERO_NS = 1_700_000_000_000_000_000  # as traces have it
 MAIN, ENGINE = 1, 2
@@ -149,7 +149,7 @@ def second_step(body: Body) -> Graph:
 
 def waits(recording: Recording, step: int = 2) -> list[tuple[str, str | None, str | None, str, str]]:
     """Of every wait of a step: the call, the stream that waits, what for (op or stream), evidence and pattern."""
-    found = find_waits(recording.ops, recording.records, step, step)
+    found = Sightings(recording.ops, recording.records).waits(step, step)
     names = recording.ops.select("op_id", "name")
     named = found.join(names, on="op_id", how="left").join(
         names.rename({"op_id": "target", "name": "awaited"}), on="target", how="left"

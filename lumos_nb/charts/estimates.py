@@ -23,7 +23,7 @@ from lumos_nb.charts.style import (
     sized,
     told,
 )
-from lumos_nb.errors import LumosError, require_number
+from lumos_nb.errors import ABOVE_0, LumosError, require_number
 from lumos_nb.workloads.llm.candidates import AXES
 
 OTHER_SERIES = (("#D55E00", "cross"), ("#009E73", "diamond"), ("#CC79A7", "square"))
@@ -215,7 +215,7 @@ def _usd_of_tokens(usd_per_gpu_hour: float | None) -> list[pl.Expr]:
     """What a billion tokens cost, as `usd`; nothing without a price."""
     if usd_per_gpu_hour is None:
         return []
-    require_number(0, 1e9, usd_per_gpu_hour=usd_per_gpu_hour)
+    require_number(ABOVE_0, 1e9, usd_per_gpu_hour=usd_per_gpu_hour)
     gpu_hours = pl.col("gpus") / pl.col("tokens_per_s") * 1e9 / 3600
     return [(gpu_hours * float(usd_per_gpu_hour)).alias("usd")]
 

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import altair as alt
 import polars as pl
 
-from lumos_nb.errors import InputError, LumosError, SchemaError, require_kinds, require_whole
+from lumos_nb.errors import InputError, LumosError, SchemaError, require_kinds, require_whole, shown
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,7 +125,7 @@ def check_window(window_ns: object, ranks: object) -> None:
     if window_ns is not None:
         ends = [*window_ns] if isinstance(window_ns, Sequence) else []
         if len(ends) != 2 or not all(isinstance(end, Real) and abs(float(end)) < 2**63 for end in ends):
-            raise InputError(f"window_ns is {window_ns!r:.60}; give from and to in ns, such as (0, 5_000_000).")
+            raise InputError(f"window_ns is {shown(window_ns)}; give from and to in ns, such as (0, 5_000_000).")
     if ranks is not None:
         require_kinds(ranks=(ranks, Collection))
         for rank in ranks:  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from lumos_nb.costs.intervals import Band
 from lumos_nb.costs.kernels import KernelModel, difficulty, prior_cell, prior_model
 from lumos_nb.costs.tables import Table, as_frame, words
 from lumos_nb.costs.work import joined, text_of, work_of
-from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, LumosError, named
+from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, LumosError, named, shown
 from lumos_nb.traces.export import Tables
 from lumos_nb.whole_files import whole
 
@@ -225,7 +225,7 @@ class Calibration(Tables, msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         ['transferred']
         """
         if not isinstance(gpu, Gpu):
-            raise InputError(f"for_gpu takes a data sheet, Gpu(...) or find_gpu(name); it was given {gpu!r:.60}.")
+            raise InputError(f"for_gpu takes a data sheet, Gpu(...) or find_gpu(name); it was given {shown(gpu)}.")
         if gpu == self.gpu and self.name != GENERIC:
             return self
         covered = tuple(
@@ -307,7 +307,7 @@ class _Header(msgspec.Struct):
 
 def _file(path: object) -> Path:
     if not isinstance(path, str | Path) or "\0" in str(path):
-        raise InputError(f"{path!r:.60} names no calibration: give the name of a GPU, or the path of a .json file.")
+        raise InputError(f"{shown(path)} names no calibration: give the name of a GPU, or the path of a .json file.")
     return named(Path(path).expanduser(), CalibrationError)
 
 

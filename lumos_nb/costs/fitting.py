@@ -27,7 +27,7 @@ from lumos_nb.costs.host import overheads
 from lumos_nb.costs.kernels import Cell, KernelModel, cell_keys, fit_kernels, prior_model
 from lumos_nb.costs.samples import kernel_samples
 from lumos_nb.costs.work import with_work
-from lumos_nb.errors import CalibrationError, InputError
+from lumos_nb.errors import CalibrationError, InputError, shown
 from lumos_nb.traces.run import Run
 
 
@@ -125,11 +125,11 @@ def calibrate(run: Run, base: Calibration | None = None, *, gpu: Gpu | str | Non
     """
     if not isinstance(base, Calibration | None):
         raise InputError(
-            f"calibrate begins at a calibration, base=load_calibration(name); it was given {base!r:.60}. Of which GPU "
+            f"calibrate begins at a calibration, base=load_calibration(name); it was given {shown(base)}. Of which GPU "
             "the run is, gpu=name says."
         )
     if not isinstance(gpu, Gpu | str | None):
-        raise InputError(f"gpu is a data sheet, Gpu(...), or the name of a bundled one; it was given {gpu!r:.60}.")
+        raise InputError(f"gpu is a data sheet, Gpu(...), or the name of a bundled one; it was given {shown(gpu)}.")
     samples = kernel_samples(run).filter(pl.col("why").is_null() & (pl.col("time_us") > 0))
     samples = samples.with_columns(licence=pl.lit("own")).drop("method")  # a profiler's, no implementation's name
     names = samples["gpu"].unique().to_list()

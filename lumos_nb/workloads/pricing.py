@@ -11,7 +11,7 @@ import polars as pl
 from lumos_nb.config import gpus, same_name
 from lumos_nb.costs.calibration import GENERIC, Calibration, load_calibration
 from lumos_nb.costs.collectives import CollectiveModel
-from lumos_nb.errors import CalibrationError, InputError
+from lumos_nb.errors import CalibrationError, InputError, shown
 from lumos_nb.layout import GROUPS, Cluster, Parallelism
 from lumos_nb.workloads.work_rows import WORK
 
@@ -146,7 +146,7 @@ def prices_of(cluster: Cluster, calibration: Calibration | None) -> Calibration:
     if calibration is None:
         return _named(sheet.name) if sheet in gpus() else _named(GENERIC).for_gpu(sheet)
     if not isinstance(calibration, Calibration):
-        raise InputError(f"calibration is {calibration!r:.60}; give one of load_calibration(name) or calibrate(run).")
+        raise InputError(f"calibration is {shown(calibration)}; give one of load_calibration(name) or calibrate(run).")
     if not same_name(calibration.gpu.name, sheet.name):
         raise InputError(
             f"the calibration is of {calibration.gpu.name}, the cluster of {sheet.name}: give "

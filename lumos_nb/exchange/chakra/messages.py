@@ -11,7 +11,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, shown
 
 NODE_TYPES = (
     "INVALID_NODE",
@@ -83,7 +83,7 @@ def message_class(name: str) -> Any:
     '08808080808080808080011804'
     """
     if name not in _SCHEMA:
-        raise InputError(f"{name!r:.60} is no message of Chakra: there are {', '.join(_SCHEMA)}.")
+        raise InputError(f"{shown(name)} is no message of Chakra: there are {', '.join(_SCHEMA)}.")
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"ChakraProtoMsg.{name}"))
 
 

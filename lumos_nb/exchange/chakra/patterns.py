@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lumos_nb.costs.collective_plans import PLANS
-from lumos_nb.errors import InputError, require_whole
+from lumos_nb.errors import InputError, require_number, require_whole, shown
 from lumos_nb.exchange.chakra.word_graphs import STEP, Build, communication, finished, join_ranks
 from lumos_nb.exchange.chakra.words import Meeting
 from lumos_nb.graph import Graph
@@ -104,10 +104,9 @@ def _check(turns: int, collective: object, numbers: dict[str, object]) -> None:
     if turns > MOST_TURNS:
         raise InputError(f"ranks times rounds is {turns:,}: give fewer, at most {MOST_TURNS:,} in all.")
     for name, value in numbers.items():
-        optional = name != "transfer_us" and value is None
-        if not optional and (type(value) not in (int, float) or not 0 <= value <= MOST[name]):  # type: ignore[operator]
-            raise InputError(f"{name}={value!r:.60}: give a finite number of at least 0, at most {MOST[name]:g}.")
+        if name == "transfer_us" or value is not None:
+            require_number(0, MOST[name], **{name: value})
     if collective is not None and collective not in COLLECTIVES:
-        raise InputError(f"collective={collective!r:.60}: give one of {', '.join(COLLECTIVES)}.")
+        raise InputError(f"collective={shown(collective)}: give one of {', '.join(COLLECTIVES)}.")
     if numbers["compute_us"] is None and collective is None:
         raise InputError("a pattern of nothing: give compute_us, a collective or both.")

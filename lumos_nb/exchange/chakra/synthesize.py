@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.display import Shown
-from lumos_nb.errors import GraphError, InputError, require_whole
+from lumos_nb.errors import ABOVE_0, GraphError, InputError, require_number, require_whole
 from lumos_nb.exchange.chakra.ngrams import NGrams
 from lumos_nb.exchange.chakra.sequence_net import SequenceNet
 from lumos_nb.exchange.chakra.skeletons import TRIES, Layout, kinds_of, roles_of
@@ -164,8 +164,7 @@ class TraceModel(Shown):
         require_whole(0, seed=seed)
         require_whole(0, **({} if ranks is None else {"ranks": ranks}))
         layout = self._layout(like, np.random.default_rng([seed, 0]))
-        _positive("layers", layers)
-        _positive("message_size", message_size)
+        require_number(ABOVE_0, 1e6, layers=layers, message_size=message_size)
         copies = layout.copies(ranks)
         rng = np.random.default_rng([seed, 1])
         meetings = layout.draw(rng)
@@ -277,8 +276,3 @@ def _steps_of(run: str, steps: object) -> list[Graph]:
     for graph in steps:
         require(graph, "edges")
     return list(steps)
-
-
-def _positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e6:
-        raise InputError(f"{name}={value!r}: give a number above 0, up to a million.")

@@ -11,7 +11,7 @@ from lumos_nb.costs.calibration import Calibration
 from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
 from lumos_nb.costs.host import Overheads
 from lumos_nb.display import format_ns
-from lumos_nb.errors import InputError, LayoutError, require_kinds
+from lumos_nb.errors import InputError, LayoutError, require_kinds, shown
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.contention import Timed, slowed
 from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining
@@ -134,7 +134,7 @@ def estimate_dlrm(
     require_kinds(model=(model, Dlrm), plan=(plan, Plan), train=(train, DlrmTraining), cluster=(cluster, Cluster))
     require_kinds(surcharges=(surcharges or Surcharges(), Surcharges))
     if overheads is not None and not isinstance(overheads, Overheads):
-        raise InputError(f"overheads is {overheads!r:.60}; give ln.overheads(run) of a recording.")
+        raise InputError(f"overheads is {shown(overheads)}; give ln.overheads(run) of a recording.")
     if plan.devices.height != cluster.gpus:
         raise LayoutError(
             f"the plan is for {plan.devices.height} device(s), the cluster has {cluster.gpus} GPU(s): give as many of "

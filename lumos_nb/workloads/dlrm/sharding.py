@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import InputError, LayoutError, require_kinds, require_whole
+from lumos_nb.errors import InputError, LayoutError, require_kinds, require_whole, shown
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.grid_search import GridSearch, Loads
 from lumos_nb.workloads.dlrm.heuristics import HEURISTICS, placement
@@ -144,14 +144,14 @@ def _asked(objective: Callable[[Plan], float], plan: Plan) -> float:
     """What an objective says of a plan: a number, or InputError."""
     said: object = objective(plan)
     if not isinstance(said, int | float | np.number) or math.isnan(said):
-        raise InputError(f"the objective gave {said!r:.60} for a plan; it must give a number, the less the better.")
+        raise InputError(f"the objective gave {shown(said)} for a plan; it must give a number, the less the better.")
     return float(said)
 
 
 def _require(frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory: Floats, objective: object) -> None:
     """Raise LayoutError for a split that is none, and for tables that are none or that all devices have no room for."""
     if not (objective is None or callable(objective)):
-        raise InputError(f"objective is {objective!r:.60}; give a function of a plan.")
+        raise InputError(f"objective is {shown(objective)}; give a function of a plan.")
     require_kinds(splits=(splits, Collection))
     if unknown := [split for split in splits if split not in SPLITS]:
         raise LayoutError(f"splits has {', '.join(map(str, unknown))}; give some of {', '.join(SPLITS)}.")

@@ -21,7 +21,7 @@ from lumos_nb.costs.collective_tiers import REQUEST
 from lumos_nb.costs.collectives import CollectiveModel
 from lumos_nb.costs.embeddings import LookupModel
 from lumos_nb.display import Shown
-from lumos_nb.errors import CalibrationError, InputError, LayoutError, require_kinds, require_whole
+from lumos_nb.errors import CalibrationError, InputError, LayoutError, require_kinds, require_whole, shown
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.plan import FIGURES, Plan, element_bytes
 
@@ -184,7 +184,7 @@ class ShardingCosts(Shown):
         require_kinds(cluster=(cluster, Cluster))
         require_whole(0, batch=batch)
         if not hasattr(lookup, "parts"):
-            raise InputError(f"lookup is {lookup!r:.60}; give a model of lookups, such as PhysicalLookup or LookupNet.")
+            raise InputError(f"lookup is {shown(lookup)}; give a model of them: PhysicalLookup, LookupNet.")
         found = calibration or load_calibration(cluster.gpu_sheet.name)
         if found.collectives is None:
             raise CalibrationError(f"the calibration {found.name} has no collectives: give one that has.")

@@ -16,7 +16,7 @@ import polars as pl
 from lumos_nb import whatif
 from lumos_nb.costs.calibration import Calibration, load_calibration
 from lumos_nb.costs.samples import kernel_samples
-from lumos_nb.errors import InputError, require_kinds
+from lumos_nb.errors import InputError, require_kinds, shown
 from lumos_nb.graph import Graph
 from lumos_nb.layout import SIZE_OF, Cluster, Parallelism, Training, check
 from lumos_nb.repairs import REPORT
@@ -172,7 +172,7 @@ def require_setup(of: object) -> None:
     kinds = (Transformer, Parallelism, Training)
     is_setup = isinstance(of, tuple) and len(of) == len(kinds) and all(map(isinstance, of, kinds))
     if of is not None and not is_setup:
-        raise InputError(f"of is {of!r:.60}; give (Transformer(...), Parallelism(...), Training(...)).")
+        raise InputError(f"of is {shown(of)}; give (Transformer(...), Parallelism(...), Training(...)).")
 
 
 def _parts(graph: Graph, run: Run | None, *, needed: bool) -> pl.DataFrame:

@@ -12,7 +12,7 @@ import polars as pl
 
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.display import format_bytes
-from lumos_nb.errors import InputError, LayoutError, require_kinds
+from lumos_nb.errors import InputError, LayoutError, require_kinds, require_whole, shown
 from lumos_nb.executors import check_executor, spread
 from lumos_nb.layout import Cluster, Training, Transformer
 from lumos_nb.traces.export import Tables
@@ -195,12 +195,11 @@ def _require(
     """Raise InputError for the first argument that is of another kind than it should be."""
     require_kinds(model=(model, Transformer), cluster=(cluster, Cluster), train=(train, Training))
     require_kinds(surcharges=(surcharges or Surcharges(), Surcharges))
-    if type(keep) is not int or not 0 <= keep < 2**31:
-        raise InputError(f"keep={keep!r}: give how many layouts are replayed.")
+    require_whole(0, 2**31 - 1, keep=keep)
     if isinstance(spare, bool) or not isinstance(spare, float | int) or not 0 <= spare < 1:
         raise InputError(f"spare={spare!r}: give the share of memory to leave free, from 0 to below 1.")
     if progress is not None and not callable(progress):
-        raise InputError(f"progress is {progress!r:.60}; give a function of three arguments.")
+        raise InputError(f"progress is {shown(progress)}; give a function of three arguments.")
     check_executor(executor)
 
 
