@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import operator
-import shutil
+import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +31,7 @@ from lumos_nb.errors import (
     RunError,
     SchemaError,
     TraceError,
+    files_in,
     named,
     require_kinds,
     require_whole,
@@ -37,7 +39,7 @@ from lumos_nb.errors import (
 )
 from lumos_nb.schema import EDGES, OPS, TableSchema, panics_told
 from lumos_nb.traces.export import read_table
-from lumos_nb.whole_files import whole
+from lumos_nb.whole_files import lock, scratch, sync, told, whole
 
 RANKS = TableSchema(
     "rank",
@@ -65,6 +67,11 @@ MOST = 2**31 - 1
 _ARRAYS = [field.name for field in fields(Plan) if field.name != "groups"]
 
 
+_SEALED, TIMES = (*(f"{name}.npy" for name in _ARRAYS), "groups.parquet"), ("start_ns", "slack_ns")
+"""Files of a plan, and arrays of a replay."""
+
+_OF_RANK = re.compile(r"(ops|edges)-\d{5,}\.parquet")
+
 SEALS = "seals.json"
 """Of a plan: checksums of its files and of the ranks that it is of. Written last."""
 
@@ -79,7 +86,7 @@ class Files:
     """The files of a job: its folder, and what `RANKS` says of its ranks."""
 
     def __init__(self, folder: Path, ranks: pl.DataFrame) -> None:
-        self.folder, self.ranks = folder, ranks
+        self.folder, self.ranks = folder.absolute(), ranks
         self._places = {rank: at for at, rank in enumerate(ranks["rank"])}
 
     def place(self, rank: int) -> int:
@@ -108,8 +115,8 @@ class Files:
         path, ranks = self.folder / "report.parquet", self.folder / "ranks.parquet"
         try:
             with panics_told(), ranks.open("rb") as file:
-                said = pl.read_parquet_metadata(file).get(_REPORT_CRC)
-            if str(_checksum(path)) != said:
+                said = pl.read_parquet_metadata(file)
+            if (said.get(_CRC), said.get(_REPORT_CRC)) != (_checksum_of(self.ranks), str(_checksum(path))):
                 raise RunError(f"{path} has changed since the job was written: write the job anew.")
             return read_table(path)
         except (OSError, pl.exceptions.PolarsError, TraceError) as error:
@@ -186,7 +193,7 @@ class Times:
         """The ops of a rank as they run, with `slack_ns`."""
         ops, at, kept = files.table("ops", rank), files.place(rank), files.folder / "replayed"
         begin = files.begins("ops")[at]
-        start_ns, slack_ns = (load(kept, name)[begin : begin + len(ops)] for name in ("start_ns", "slack_ns"))
+        start_ns, slack_ns = (load(kept, name)[begin : begin + len(ops)] for name in TIMES)
         if _checksum_of_times(start_ns, slack_ns) != self.checksums[at]:
             raise RunError(f"what is in {kept} is of another replay, or has changed since: replay the job again.")
         return ops.with_columns(
@@ -255,8 +262,7 @@ def _checksum_of(ranks: pl.DataFrame) -> str:
 
 
 def _seals(kept: Path, ranks: pl.DataFrame) -> dict[str, object]:
-    files = [*(f"{name}.npy" for name in _ARRAYS), "groups.parquet"]
-    return {"ranks": _checksum_of(ranks), **{file: _checksum(kept / file) for file in files}}
+    return {"ranks": _checksum_of(ranks), **{file: _checksum(kept / file) for file in _SEALED}}
 
 
 def _seal(kept: Path, ranks: pl.DataFrame) -> None:
@@ -336,14 +342,53 @@ def finish(folder: Path, ranks: Iterable[pl.DataFrame], report: pl.DataFrame) ->
         if (count := table[what].sum()) > MOST:
             raise GraphError(f"the ranks have {count:,} {what}, of at most {MOST:,}: replay fewer of them.")
     check_total(float(table["total_ns"].sum()))
-    for made in ("plan", "replayed"):  # of what was there before
-        shutil.rmtree(folder / made, ignore_errors=True)
+    _remove_others(folder, table)
     with whole(folder / "report.parquet", RunError) as part:
         report.write_parquet(part)
     with whole(folder / "ranks.parquet", RunError) as part:
         about = {_CRC: _checksum_of(table), _REPORT_CRC: str(_checksum(folder / "report.parquet"))}
         table.write_parquet(part, metadata=about)
     return Files(folder, table)
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """A folder to make a job in, which takes the place of that in `folder` when all of it is made."""
+    there = folder.exists()
+    make_folder(folder)
+    try:
+        with scratch(folder, RunError) as made:
+            yield made
+            with told(folder, RunError), lock(folder, wait=True):  # or two jobs would be mixed
+                _replace(folder, made)
+    except BaseException:
+        with suppress(OSError):
+            if not there:
+                folder.rmdir()
+        raise
+
+
+def _replace(folder: Path, made: Path) -> None:
+    ranks = found(made).ranks
+    (folder / "ranks.parquet").unlink(missing_ok=True)  # no job until all is there
+    for path in sorted(made.iterdir(), key=lambda path: path.name == "ranks.parquet"):
+        path.replace(folder / path.name)
+    _remove_others(folder, ranks)
+    sync(folder)
+
+
+def _remove_others(folder: Path, ranks: pl.DataFrame) -> None:
+    """Remove what earlier jobs left: of other ranks, plans and times; nothing that none of them wrote."""
+    own = {_path(folder, what, rank) for rank in ranks["rank"] for what in ("ops", "edges")}
+    for path in files_in(folder, RunError):
+        if _OF_RANK.fullmatch(path.name) and path not in own:
+            path.unlink()
+    for kept in (folder / "plan", folder / "replayed"):
+        for name in (*_SEALED, SEALS, *(f"{name}.npy" for name in TIMES)):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                (kept / name).unlink()
+        with suppress(OSError):  # it is not there, or holds what is somebody else's
+            kept.rmdir()
 
 
 def found(folder: Path) -> Files:

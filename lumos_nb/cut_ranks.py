@@ -17,7 +17,7 @@ import polars as pl
 
 from lumos_nb import hidden, lanes, repairs
 from lumos_nb.clocks import corrected, match_collectives, rank_offsets, shift_device_clocks, unmatched
-from lumos_nb.errors import RunError
+from lumos_nb.errors import RunError, TraceError
 from lumos_nb.executors import spread
 from lumos_nb.graph import groups_of, is_cuda, with_group_sizes, world_size_of
 from lumos_nb.ops import ops_and_report, step_marks
@@ -28,6 +28,7 @@ from lumos_nb.traces.files import Files, loaded, read_file
 from lumos_nb.traces.run import Extent, FileRead, about, claims, each_file, events_of, first_row, numbered
 from lumos_nb.traces.trace import Trace
 from lumos_nb.waits import identify, sync_records
+from lumos_nb.whole_files import told
 
 _MATCHED_BY = ("op_id", "rank", "step", "kind", "collective", "group", "group_size", "comm_seq", "peer")
 _TIMES = ("launch_ns", "start_ns", "dur_ns")
@@ -140,10 +141,16 @@ def _cut(events: pl.DataFrame, own: int, files: Path, profiles: pl.DataFrame | N
 
 
 def _write(table: pl.DataFrame, path: Path) -> None:
-    try:
+    with told(path, RunError):
         table.write_parquet(path, compression="lz4", statistics=False)
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error}. Make room there, or give another folder.") from error
+
+
+def read_again(path: Path, columns: list[str] | None = None) -> pl.DataFrame:
+    """What an earlier pass wrote."""
+    try:
+        return read_table(path, columns)
+    except (OSError, pl.exceptions.PolarsError, TraceError) as error:
+        raise RunError(f"{path} has changed while the job was made ({error}): load it again.") from error
 
 
 def _of_ranks(tables: dict[int, pl.DataFrame]) -> pl.DataFrame:
@@ -178,7 +185,7 @@ class _Clock:
 
     def ops(self, columns: list[str] | None = None) -> pl.DataFrame:
         """The rank's ops on the clock of all."""
-        ops = read_table(self.cut.path, columns).with_columns(rank=pl.lit(self.rank, pl.Int32))
+        ops = read_again(self.cut.path, columns).with_columns(rank=pl.lit(self.rank, pl.Int32))
         return corrected(ops, self.offsets)
 
 

@@ -246,14 +246,12 @@ def save_job(graph: Graph, folder: str | Path) -> Job:
     if ops["rank"].has_nulls():
         raise GraphError(f"row {ops['rank'].is_null().arg_max()} of the ops has no rank; a job has its ops by rank.")
     folder = named(folder, RunError)
-    _job_files.make_folder(folder)
     src, dst = rows_of_ends(ops, edges)
     edges = edges.with_columns(src_rank=ops["rank"].gather(src), dst_rank=ops["rank"].gather(dst))
-    return finish_job(
-        folder,
-        [
-            write_rank(folder, rank, ops.filter(rank=rank), edges.filter(dst_rank=rank).select(*EDGES_TO_RANK.columns))
+    with _job_files.replaced(folder) as made:
+        ranks = [
+            write_rank(made, rank, ops.filter(rank=rank), edges.filter(dst_rank=rank).select(*EDGES_TO_RANK.columns))
             for rank in ops["rank"].unique().sort()
-        ],
-        graph.report if graph.report.width else None,
-    )
+        ]
+        finish_job(made, ranks, graph.report if graph.report.width else None)
+    return open_job(folder)

@@ -253,16 +253,16 @@ def absent_peers(
     whole = joins.select("match", joined_ns="from_ns")
     comm = rows.filter(pl.col("kind") == "comm").join(whole, on="match", how="left")
     partial = comm.join(transfers, on="op_id", maintain_order="left")
-    partial = partial.with_columns(from_ns=pl.max_horizontal("from_ns", "joined_ns"))
+    joined_ns = pl.max_horizontal("from_ns", "joined_ns")
+    ended_ns = pl.when(~copied).then("to_ns")  # it was joined later than this where a rank's clock is off
+    partial = partial.with_columns(from_ns=pl.min_horizontal(joined_ns, ended_ns))
     together = pl.coalesce("match", -1 - pl.col("op_id"))
     begin_ns = pl.max_horizontal("from_ns", pl.col("to_ns") - pl.col("transfer_ns"))
     partial = partial.with_columns(begin_ns=pl.when(copied).then("from_ns").otherwise(begin_ns))
-    met_ns = pl.col("begin_ns").filter(~copied).max().over(together)
+    met_ns = pl.when(copied).then(pl.col("begin_ns").filter(~copied).max().over(together))
     met_end_ns = pl.col("to_ns").filter(~copied).median().cast(pl.Int64).over(together)
     ends_ns = pl.coalesce(met_end_ns, pl.col("begin_ns") + pl.col("transfer_ns"))
-    partial = partial.with_columns(
-        begin_ns=pl.when(copied).then(pl.max_horizontal("begin_ns", met_ns)).otherwise("begin_ns")
-    )
+    partial = partial.with_columns(begin_ns=pl.max_horizontal("begin_ns", met_ns))
     partial = partial.with_columns(
         until_ns=pl.when(copied).then(pl.max_horizontal("begin_ns", ends_ns)).otherwise("to_ns")
     )

@@ -7,10 +7,8 @@ edges. Between passes stand the tables of all ranks: communication ops, when ste
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -19,16 +17,16 @@ from typing import NamedTuple
 import polars as pl
 
 from lumos_nb import lanes
-from lumos_nb._job_files import EDGES_TO_RANK, make_folder, write_rank
-from lumos_nb.cut_ranks import Clocked, bases_of, counted_from, on_one_clock, own_rows, read_ranks
+from lumos_nb._job_files import EDGES_TO_RANK, replaced, write_rank
+from lumos_nb.cut_ranks import Clocked, bases_of, counted_from, on_one_clock, own_rows, read_again, read_ranks
 from lumos_nb.errors import RunError, named
 from lumos_nb.executors import spread
 from lumos_nb.graph import AllSteps, Shared, finished, rows_and_edges
-from lumos_nb.jobs import Job, finish_job
+from lumos_nb.jobs import Job, finish_job, open_job
 from lumos_nb.repetitions import asked, pooled
 from lumos_nb.step_times import StepTimes
-from lumos_nb.traces.export import read_table
 from lumos_nb.waits import ROUNDS, SEEN, Sightings, chosen_waits
+from lumos_nb.whole_files import scratch
 
 
 def load_job(
@@ -50,8 +48,8 @@ def load_job(
     path, cache
         As of `load_run`. Of a file that holds several ranks all are read at once.
     folder
-        Of the job; made where it is not there. A job in it is replaced. While the job is made,
-        the ops of all steps lie in it, too, under `reading`.
+        Of the job; made where it is not there. A job in it is replaced when all of the new one is made. Until then
+        that, and the ops of all steps, lie in it under names that begin with a dot.
     step
         As of `build_graph`.
     executor
@@ -77,8 +75,8 @@ def load_job(
     >>> job.replay().step_ns
     """
     folder = named(folder, RunError)
-    with _scratch(folder) as scratch:
-        ranks, read = read_ranks(path, scratch, executor, cache=cache)
+    with replaced(folder) as made, scratch(folder, RunError) as cut:
+        ranks, read = read_ranks(path, cut, executor, cache=cache)
         clocked, told = on_one_clock(ranks, read, executor)
         bases = bases_of([one.ops for one in clocked])
         comm = pl.concat(counted_from(base, one.comm) for base, one in zip(bases, clocked, strict=True))
@@ -86,21 +84,10 @@ def load_job(
         step = times.default() if step is None else times.known(step)
         shared = Shared.of(step, comm, times, read.world_size, {}, cuda=any(one.cuda for one in clocked))
         answers = _answers(clocked, step, executor)
-        built = [*spread(executor, partial(_build, folder, answers), _parts(clocked, comm, shared))]
+        built = [*spread(executor, partial(_build, made, answers), _parts(clocked, comm, shared))]
         report = pl.concat([read.report, told, *(one.report for one in clocked), *(report for _, report in built)])
-        return finish_job(folder, [row for row, _ in built if row is not None], _summed(report))
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """A folder in `folder` for what is needed while the job is made."""
-    scratch = folder / "reading"
-    shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
-    make_folder(scratch)
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        finish_job(made, [row for row, _ in built if row is not None], _summed(report))
+    return open_job(folder)
 
 
 def _summed(report: pl.DataFrame) -> pl.DataFrame:
@@ -130,8 +117,8 @@ def _answers(clocked: list[Clocked], step: int, executor: Executor | str | None)
 
 def _ops_of(rank: int, path: Path, columns: list[str] | None = None) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The ops of a rank, or some of their columns, and its synchronisation records."""
-    records = read_table(path.with_suffix(".records"))
-    return read_table(path, columns), records.with_columns(rank=pl.lit(rank, pl.Int32))
+    records = read_again(path.with_suffix(".records"))
+    return read_again(path, columns), records.with_columns(rank=pl.lit(rank, pl.Int32))
 
 
 def _ask(step: int, answers: Answers, files: tuple[int, Path]) -> list[pl.DataFrame | None]:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
+import polars as pl
 from isal import igzip
 
 from lumos_nb.errors import LumosError, named
@@ -30,7 +31,7 @@ PART = ".lumos-part"
 STALE_S = 60
 """Parts that nobody has a lock on are left for so long: it may be about to be locked."""
 
-_NAME_BYTES = 255
+_NAME_BYTES, _SCRATCH = 255, ".scratch."
 _numbers = itertools.count()
 
 
@@ -55,15 +56,51 @@ def whole(path: str | Path, error: type[LumosError] = LumosError) -> Iterator[Pa
     ending = f".{os.getpid()}-{next(_numbers)}{PART}"
     shown = os.fsencode(path.name)[: _NAME_BYTES - 1 - len(ending)].decode(errors="ignore")
     part = path.with_name(f".{shown}{ending}")
-    try:
+    with told(path, error):
         remove_stale(path.parent)
         with _locked(part) as file:
             yield part
             os.fsync(file)
             part.replace(path)
-        _sync(path.parent)
-    except OSError as why:
-        raise error(f"{path} cannot be written: {why.strerror or why}. Give a file in a folder that is there.") from why
+        sync(path.parent)
+
+
+@contextmanager
+def told(path: Path, error: type[LumosError]) -> Iterator[None]:
+    """Raise `error` where a path cannot be written: OSError, and what polars makes of one."""
+    try:
+        yield
+    except (OSError, pl.exceptions.ComputeError) as why:
+        if not isinstance(why, OSError) and "(os error " not in str(why):
+            raise
+        reason = getattr(why, "strerror", None) or why
+        raise error(f"{path} cannot be written: {reason}. Give one in a folder that is there and has room.") from why
+
+
+@contextmanager
+def scratch(folder: Path, error: type[LumosError] = LumosError) -> Iterator[Path]:
+    """A folder in another, for what is needed while its files are made: gone in the end, or with the next program."""
+    made = folder / f"{_SCRATCH}{os.getpid()}-{next(_numbers)}{PART}"
+    with told(folder, error):
+        remove_stale(folder)
+        made.mkdir()
+    try:
+        with lock(made):
+            yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """A lock on a folder; with `wait` once nobody else has one."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # of a file system without locks, where nobody can take one either
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(file)
 
 
 @contextmanager
@@ -96,22 +133,23 @@ def remove_stale(folder: Path) -> None:
     """Remove what killed programs left in a folder: parts that are a minute old and that nobody holds a lock on."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.endswith(PART) and entry.is_file(follow_symlinks=False):
-                _remove_unlocked(Path(entry))
+            is_folder = entry.name.startswith(_SCRATCH) and entry.is_dir(follow_symlinks=False)
+            if entry.name.endswith(PART) and (is_folder or entry.is_file(follow_symlinks=False)):
+                _remove_unlocked(Path(entry), is_folder)
 
 
-def _remove_unlocked(part: Path) -> None:
+def _remove_unlocked(part: Path, is_folder: bool) -> None:
     with suppress(OSError):  # somebody holds a lock on it, has removed it, or it is not ours to remove
-        file = os.open(part, os.O_RDWR | os.O_NOFOLLOW)
+        file = os.open(part, (os.O_RDONLY if is_folder else os.O_RDWR) | os.O_NOFOLLOW)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.time() - os.fstat(file).st_mtime > STALE_S:
-                part.unlink()
+                (shutil.rmtree if is_folder else os.unlink)(part)
         finally:
             os.close(file)
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Let the disk know which names a folder has."""
     with suppress(OSError):  # some file systems of networks sync no folders
         file = os.open(folder, os.O_RDONLY)

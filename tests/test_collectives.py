@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import polars as pl
 import pytest
 
+from lumos_nb.critical_path import replay
 from lumos_nb.errors import GraphError
 from lumos_nb.graph import Graph, build_graph
 from lumos_nb.lanes import ABSENT
@@ -199,6 +200,22 @@ def test_two_of_four_ranks_wait_for_each_other_and_then_for_the_others():
     assert comm(graph, 2) == [(1340, 1400)] * 2
     assert [spans(graph, ABSENT, rank=number) for number in range(2)] == [[(1150, 1340)]] * 2
     assert comm(scaled(graph, c1=0.5), 2) == [(1290, 1350)] * 2  # c0 is the last now, at 1100
+
+
+def test_a_clock_that_steps_while_ranks_are_missing_gives_no_wait_of_less_than_nothing():
+    traces = []
+    for number in range(2):
+
+        def body(trace: Trace, step: int, s: float, number: int = number) -> None:
+            s += 500 * (number == 1 and step == 2)  # rank 1 joins after rank 0 has ended, by what the clocks show
+            trace.launch(f"c{number}", (s + 10, s + 14), (s + 20, s + 100))
+            trace.launch(REDUCE, (s + 16, s + 19), (s + 100, s + 200 + 50 * step))
+
+        traces.append(repeated(body, rank=number, world_size=4, period=2000))
+    graph = graph_of(*traces, step=2)
+    assert graph.ops["dur_ns"].min() == 0
+    assert spans(graph, ABSENT, rank=0) == [(2600, 2600)]
+    assert breakdown(replay(graph)).filter(rank=1)["time_ns"].sum() == 1000 * step_us(graph)
 
 
 # --- on CPUs ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import gzip
 import json
 import shutil
 import tarfile
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from trace_builder import Trace
 
 import lumos_nb as ln
 from benchmarks.make_large_trace import Place, write_large_trace
-from lumos_nb import rankwise
+from lumos_nb import cut_ranks, rankwise
 from lumos_nb.errors import GraphError, LumosError, RunError
 from lumos_nb.jobs import Job
 
@@ -244,30 +244,93 @@ def test_a_cycle_over_several_ranks_is_found_by_the_replay(tmp_path: Path) -> No
         job.replay()
 
 
-def test_half_a_job_is_none(made_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = [made_up / f"rank-{rank}.json.gz" for rank in range(3)]
-    ln.load_job(some, tmp_path)
+def interrupted(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """From here on the second rank that is built raises this."""
     build, ranks = rankwise._build, [0]
 
     def killed(*given: object) -> object:
         if not ranks:
-            raise KeyboardInterrupt
+            raise error
         ranks.pop()
         return build(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rankwise, "_build", killed)
+
+
+def test_a_job_is_replaced_when_all_of_the_new_one_is_made(
+    made_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some, folder = [made_up / f"rank-{rank}.json.gz" for rank in range(4)], tmp_path / "job"
+    for error in (KeyboardInterrupt(), MemoryError()):
+        interrupted(monkeypatch, error)
+        with pytest.raises(type(error)):
+            ln.load_job(some, folder)
+        assert not folder.exists()
+        monkeypatch.undo()
+    first = ln.load_job(some, folder)
+    replayed = first.replay()
+    interrupted(monkeypatch, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        ln.load_job(some, tmp_path)
-    with pytest.raises(RunError, match="has no job"):
-        ln.open_job(tmp_path)
-    assert not (tmp_path / "reading").exists()
+        ln.load_job(some[:2], folder)
     monkeypatch.undo()
-    (tmp_path / "reading").mkdir()  # of one that nobody could clear up after
-    (tmp_path / "reading" / "left").write_text("")
-    ln.load_job(some, tmp_path)
-    job = ln.open_job(tmp_path)
-    assert sorted(job.ranks["rank"]) == [0, 1, 2]
-    assert not (tmp_path / "reading").exists()
-    job.report.with_columns(count=7).write_parquet(tmp_path / "report.parquet")
+    assert not [*folder.glob(".*")]
+    assert ln.open_job(folder).replay().step_ns == replayed.step_ns
+    second = ln.load_job(some[:2], folder)
+    assert sorted(second.ranks["rank"]) == [0, 1]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *(f"{what}-0000{rank}.parquet" for what in ("edges", "ops") for rank in range(2)),
+        "ranks.parquet",
+        "report.parquet",
+    ]
     with pytest.raises(RunError, match=r"report\.parquet has changed"):
-        assert job.report
+        assert first.report
+    second.report.with_columns(count=7).write_parquet(folder / "report.parquet")
+    with pytest.raises(RunError, match=r"report\.parquet has changed"):
+        assert second.report
+
+
+def test_what_others_keep_in_the_folder_of_a_job_stays(made_up: Path, tmp_path: Path) -> None:
+    kept = ["reading/mine.txt", "plan/mine.txt", "ops-1.parquet", "ops-00007.parquet.bak", ".hidden", "replayed"]
+    for name in kept:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    job = ln.load_job([made_up / f"rank-{rank}.json.gz" for rank in range(2)], tmp_path)
+    ln.save_job(ln.build_graph(ln.load_run(made_up / "rank-0.json.gz")), tmp_path)
+    assert sorted(ln.open_job(tmp_path).ranks["rank"]) == [0]
+    assert {name: (tmp_path / name).read_text() for name in kept} == {name: name for name in kept}
+    with pytest.raises(RunError, match=r"ops-00001\.parquet cannot be read .*: write the job anew"):
+        job.ops_of(1)
+
+
+def test_two_at_once_make_one_whole_job(made_up: Path, tmp_path: Path) -> None:
+    given = [[made_up / f"rank-{rank}.json.gz" for rank in range(ranks)] for ranks in (1, 2, 3)]
+    with ThreadPoolExecutor(3) as pool:
+        [*pool.map(ln.load_job, given, [tmp_path] * 3)]
+    job = ln.open_job(tmp_path)
+    assert job.replay().step_ns > 0
+    assert len([*tmp_path.glob("ops-*")]) == job.ranks.height
+    assert job.report.height
+
+
+def test_files_of_earlier_passes_that_are_gone_or_cannot_be_written_are_named(
+    made_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = [made_up / f"rank-{rank}.json.gz" for rank in range(2)]
+    on_one_clock = rankwise.on_one_clock
+
+    def removed(ranks: list[cut_ranks.Cut], *given: object) -> object:
+        ranks[1].path.unlink()
+        return on_one_clock(ranks, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rankwise, "on_one_clock", removed)
+    with pytest.raises(RunError, match=r"has changed while the job was made .*: load it again"):
+        ln.load_job(some, tmp_path / "a")
+    monkeypatch.undo()
+
+    def full(*_: object, **__: object) -> None:
+        raise pl.exceptions.ComputeError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(pl.DataFrame, "write_parquet", full)
+    with pytest.raises(RunError, match=r"cannot be written: No space left .* has room"):
+        ln.load_job(some, tmp_path / "b", cache=False)
+    assert not [*tmp_path.iterdir()]

@@ -14,7 +14,7 @@ import pytest
 
 from lumos_nb import whole_files
 from lumos_nb.errors import InputError, LumosError
-from lumos_nb.whole_files import PART, STALE_S, whole
+from lumos_nb.whole_files import PART, STALE_S, scratch, whole
 
 WRITER = """
 import sys
@@ -93,6 +93,26 @@ def test_other_files_are_not_taken_for_parts() -> None:
     with whole("new.txt") as part:
         part.write_text("a")
     assert len(list(Path().iterdir())) == 6
+
+
+def test_a_scratch_folder_is_gone_in_the_end_or_with_the_next_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scratch(Path()) as made:
+        (made / "a").write_text("")
+        os.utime(made, (0, 0))
+        whole_files.remove_stale.cache_clear()
+        with scratch(Path()) as other:  # the first is old, but in use
+            assert made.exists()
+            assert made != other
+    assert not [*Path().iterdir()]
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", lambda *_, **__: None)
+        with scratch(Path()) as left:
+            (left / "a").write_text("")
+            os.utime(left, (0, 0))
+    assert left.exists()
+    whole_files.remove_stale.cache_clear()
+    with scratch(Path()):
+        assert not left.exists()
 
 
 def test_an_error_while_writing_keeps_the_file_that_was_there() -> None:

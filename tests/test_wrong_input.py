@@ -137,7 +137,7 @@ def test_a_number_of_repetitions_that_is_none_is_refused(graph: Graph, times: An
 
 @pytest.mark.parametrize("place", ["absent/step.json", "absent/step.json.gz", "."])
 def test_a_file_that_cannot_be_written_is_named(graph: Graph, tmp_path: Path, place: str) -> None:
-    with pytest.raises(TraceError, match=r"cannot be written: .*Give a file in a folder that is there"):
+    with pytest.raises(TraceError, match=r"cannot be written: .*Give one in a folder that is there"):
         ln.write_perfetto(graph, tmp_path / place)
 
 
