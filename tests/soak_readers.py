@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,14 @@ from lumos_nb.config import Fabric, Gpu, read_sheet
 from lumos_nb.costs.calibration import load_calibration
 from lumos_nb.costs.embedding_net import LookupNet
 from lumos_nb.costs.embeddings import PhysicalLookup
+from lumos_nb.critical_path import replay
 from lumos_nb.embedding_tables import complete_tables
 from lumos_nb.errors import BenchmarkError, InputError, LumosError
 from lumos_nb.generate_cli import _spec, _table
 from lumos_nb.graph import build_graph
 from lumos_nb.jobs import open_job
 from lumos_nb.ledger import load_prediction, read_ledger
+from lumos_nb.rankwise import load_job
 from lumos_nb.traces import cache as cached
 from lumos_nb.traces.execution_trace import load_execution_trace
 from lumos_nb.traces.run import Run, load_run
@@ -109,6 +112,28 @@ def _graph(path: Path) -> object:
     return build_graph(load_run(path, cache=False)).ops.height > 0
 
 
+def _rank_by_rank(path: Path) -> object:
+    """The folder as a job, which is the graph of all its ranks in one memory, or as little a result as that."""
+    with TemporaryDirectory() as folder:
+        graph = _or_refused(lambda: replay(build_graph(load_run(path.parent, cache=False))))
+        job = _or_refused(lambda: load_job(path.parent, folder, cache=False).replay())
+    if isinstance(graph, LumosError):
+        assert isinstance(job, LumosError), "a job is made of what gives no graph"
+        raise graph
+    if isinstance(job, LumosError):
+        raise AssertionError("no job is made of what gives a graph") from job
+    lengths = [(result.origin_ns, result.step_ns, result.makespan_ns) for result in (graph, job)]
+    assert lengths[0] == lengths[1], f"a graph and a job of the same ranks differ: {lengths}"
+    return None
+
+
+def _or_refused(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except LumosError as error:
+        return error
+
+
 def _folder(path: Path) -> object:
     return _said(load_run(path.parent, cache=False))
 
@@ -129,8 +154,6 @@ def _entry(path: Path) -> object:
 
 @cache
 def _entry_seeds() -> Seeds:
-    from tempfile import TemporaryDirectory
-
     with TemporaryDirectory() as name:
         trace = Path(name) / "trace.json"
         trace.write_bytes(seeds.made_kineto())
@@ -294,6 +317,7 @@ READERS: dict[str, Reader] = {
     "trace kept in the cache": Reader(_cached_run, seeds.kineto, "rank-0.json", JSON, every=4),
     "cached parse": Reader(_entry, _entry_seeds, "entry.parquet", of_parquet),
     "graph of a trace": Reader(_graph, seeds.steps, "rank-0.json", JSON, every=50, named=False, runs="graph"),
+    "job of a folder": Reader(_rank_by_rank, seeds.two_ranks, "", JSON, every=100, named=False, runs="rankwise"),
     "execution trace": Reader(
         lambda path: load_execution_trace(path).notes.height,
         seeds.execution_traces,
