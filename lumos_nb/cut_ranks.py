@@ -176,6 +176,7 @@ class _Clock:
     rank: int
     cut: Cut
     groups: pl.DataFrame
+    world_size: int
     offsets: pl.DataFrame
     match: pl.DataFrame
     hidden: pl.DataFrame
@@ -209,13 +210,13 @@ def on_one_clock(
     comm = _of_ranks(
         {rank: counted_from(base, cut.comm) for (rank, cut), base in zip(cuts.items(), bases, strict=True)}
     )
-    comm = match_collectives(with_group_sizes(comm, read.groups))
+    comm = match_collectives(with_group_sizes(comm, read.groups, read.world_size))
     offsets, report = rank_offsets(comm, pl.Series([rank for rank, cut in cuts.items() if cut.ops], dtype=pl.Int32))
     counts = [cut.ops for cut in cuts.values()]
     matches = own_rows(comm.select("op_id", "match").drop_nulls(), bases, counts)
     nothing = hidden.numbered(hidden.NOWHERE, 0)
     clocks = [
-        _Clock(rank, cut, read.groups, offsets, match, nothing, hidden.NEVER, nothing)
+        _Clock(rank, cut, read.groups, read.world_size, offsets, match, nothing, hidden.NEVER, nothing)
         for (rank, cut), match in zip(cuts.items(), matches, strict=True)
     ]
     if sum(count > 0 for count in counts) > 1:
@@ -281,7 +282,7 @@ def _hiding(longest: pl.DataFrame, hiding: pl.DataFrame, given: tuple[int, _Cloc
 
 
 def _align(clock: _Clock) -> Clocked:
-    ops = with_group_sizes(clock.ops(), clock.groups)
+    ops = with_group_sizes(clock.ops(), clock.groups, clock.world_size)
     ops = ops.join(clock.match, on="op_id", how="left", maintain_order="left")
     ops, found = hidden.mark(ops, clock.hidden, clock.late, clock.members, renumber=clock.renumber)
     ops, overlaps = lanes.in_turn(ops)

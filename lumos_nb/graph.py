@@ -164,7 +164,8 @@ class Recording(Shown):
     steps
         The steps that the profiler marked, in order; the whole window is step 0 if it marked none.
     groups
-        The process groups that the files list: `group`, `description`, `ranks` (all members, traced or not).
+        The process groups that the files list: `group`, `description`, `ranks` (all members, traced or not; null where
+        the file lists none, which is all ranks of the job).
     filled, run
         As in `Graph`.
     """
@@ -195,13 +196,13 @@ class Recording(Shown):
         events, marks, left_out = repairs.one_profile(run.events, marks)
         ops, odd = ops_and_report(events, marks)
         groups = groups_of(run.ranks, run.metadata)
-        ops, clocks = align_clocks(with_group_sizes(ops, groups))
+        world_size = world_size_of(run.ranks, groups)
+        ops, clocks = align_clocks(with_group_sizes(ops, groups, world_size))
         ops, overlaps = lanes.in_turn(ops)
         report = pl.concat([left_out, odd, clocks, overlaps, repairs.unlaunched(ops)])
         steps = tuple(marks["step"].unique().sort().to_list())
         if not steps:
             report = pl.concat([report, repairs.unmarked()])
-        world_size = world_size_of(run.ranks, groups)
         return cls(identify(ops), sync_records(events), world_size, report, steps or (0,), groups, run=run)
 
     @cached_property
@@ -242,28 +243,39 @@ class Recording(Shown):
 
 def world_size_of(ranks: pl.DataFrame, groups: pl.DataFrame) -> int:
     """How many ranks the job has: as many as have a trace, as the files state, or as their groups list."""
-    stated = (ranks.height, ranks["world_size"].max(), groups["ranks"].explode().n_unique())
+    stated = (ranks.height, ranks["world_size"].max(), groups["ranks"].explode().drop_nulls().n_unique())
     return max(count for count in stated if isinstance(count, int))
 
 
 def groups_of(ranks: pl.DataFrame, metadata: Mapping[int, Mapping[str, Any]]) -> pl.DataFrame:
-    """The process groups that the files list, each once. A group that lists no rank is of all ranks."""
-    rows: dict[tuple[str, tuple[int, ...]], str] = {}
+    """The process groups that the files list, each once.
+
+    A group that lists no rank is of all ranks, and stays a null: a file of a kilobyte may state a world of any size
+    and any number of such groups.
+    """
+    rows: dict[tuple[str, tuple[int, ...] | None], str] = {}
+    world = ranks["world_size"].max()
     for said in metadata.values():
         about = {key: said[key] for key in ("distributedInfo", "layout") if isinstance(said.get(key), dict)}
         listed = [about.get("distributedInfo", {}).get("pg_config"), about.get("layout", {}).get("groups")]
-        world = range(ranks["world_size"].max() or 0)  # type: ignore[arg-type]
         for group in (group for groups in listed if isinstance(groups, list) for group in groups):
-            members = (group.get("ranks") or [*world]) if isinstance(group, dict) else None
+            members = (group.get("ranks") or []) if isinstance(group, dict) else None
             if isinstance(members, list) and all(isinstance(r, int) and 0 <= r < 2**31 for r in members):
-                rows[str(group.get("pg_name")), tuple(sorted(members))] = str(group.get("pg_desc") or "")
-    table = [(name, description, list(members)) for (name, members), description in rows.items()]
+                key = str(group.get("pg_name")), tuple(sorted(members)) or None
+                rows[key] = str(group.get("pg_desc") or "")
+    in_full = {name for name, members in rows if members and len(members) == world}
+    table = [
+        (name, description, members and list(members))
+        for (name, members), description in rows.items()
+        if members or name not in in_full
+    ]
     return pl.DataFrame(table, schema=GROUPS, orient="row")
 
 
-def with_group_sizes(ops: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
+def with_group_sizes(ops: pl.DataFrame, groups: pl.DataFrame, world_size: int) -> pl.DataFrame:
     """`ops` whose `group_size` is that of the listed group where the op itself does not say."""
-    sizes = groups.select("group", listed=pl.col("ranks").list.len().cast(pl.Int32)).unique("group", keep="none")
+    size = pl.col("ranks").list.len().fill_null(world_size).cast(pl.Int32)
+    sizes = groups.select("group", listed=size).unique("group", keep="none")
     ops = ops.join(sizes, on="group", how="left", maintain_order="left")
     return ops.with_columns(group_size=pl.coalesce("group_size", "listed")).drop("listed")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import polars as pl
 
 from lumos_nb.clocks import MESSAGES, match_collectives
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, require_memory
 from lumos_nb.graph import Recording
 from lumos_nb.lanes import ORIGINAL
 from lumos_nb.repairs import REPORT
@@ -30,6 +30,9 @@ DIVIDED |= {"embedding", "embd"}
 UNEQUAL = (*MESSAGES, "all_to_all")
 """Collectives whose ranks need not do the same work."""
 
+
+_RANK_BYTES = 2**11
+"""What is held of each rank that is to be filled, its line of the report with it, without its ops."""
 
 Meets = dict[str, tuple[str, dict[int, int]]]
 """Group of a rank -> the group that its copy has in its place, and who stands there for whom."""
@@ -143,18 +146,20 @@ class Layout:
         """What a recording's process groups tell, or `replicas`."""
         comm = recording.ops.filter(pl.col("kind") == "comm").select("group", "collective").unique()
         unequal = comm.filter(pl.col("collective").is_in([*MESSAGES, "all_to_all"]))["group"].drop_nulls().to_list()
-        world = recording.world_size
+        world, traced = recording.world_size, recording.ops["rank"].unique().to_list()
+        require_memory(_RANK_BYTES * world, f"a job of {world:,} ranks, as its files state,")
+        known = {*traced, *recording.groups["ranks"].explode().drop_nulls()}  # of a job, not always from 0 on
+        everyone = sorted(known if len(known) >= world else known | set(range(world)))
+        listed = [(name, about, everyone if of is None else of) for name, about, of in recording.groups.iter_rows()]
         groups = [
             (name, about, ranks, _part(about, whole=len(ranks) == world, unequal=name in unequal))
-            for name, about, ranks in recording.groups.iter_rows()
+            for name, about, ranks in listed
             if len(ranks) > 1
         ]
         alike = [ranks for _, _, ranks, part in groups if part == "replicas"] if replicas is None else replicas
         if not alike and len(groups) == 1 and groups[0][3] == "mixed" and groups[0][0] not in unequal:
             alike = [groups[0][2]]
-        traced = recording.ops["rank"].unique().to_list()
-        known = {*traced, *recording.groups["ranks"].explode().drop_nulls()}  # of a job, not always from 0 on
-        kin = {rank: rank for rank in sorted(known if len(known) >= world else known | set(range(world)))}
+        kin = {rank: rank for rank in everyone}
         for ranks in map(list, alike):
             if unknown := sorted(set(ranks) - set(kin)):
                 raise InputError(f"replicas holds rank {unknown[0]}; the job has the ranks {', '.join(map(str, kin))}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -268,3 +269,44 @@ def test_a_pipeline_with_lanes_missing_has_the_step_and_the_exposed_communicatio
     step_ns = ln.replay(true).step_ns
     assert ln.replay(graph).step_ns == pytest.approx(step_ns, rel=0.001)
     assert abs(exposed_ns(graph) - exposed_ns(true)) / step_ns <= most
+
+
+@pytest.mark.parametrize("world", [2 * 10**7, 2**31 - 1])
+def test_groups_of_all_ranks_take_no_room_however_many_ranks_a_file_states(world: int, tmp_path: Path) -> None:
+    """A file of some kilobytes: what it states of ranks and groups must not become as many numbers."""
+    groups = [{"pg_name": str(number), "pg_desc": "mesh_dp", "ranks": []} for number in range(100)]
+    op = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
+    about = {"rank": 0, "world_size": world, "pg_config": groups}
+    (tmp_path / "rank0.json").write_text(json.dumps({"distributedInfo": about, "traceEvents": [op]}))
+    recording = Recording.of(ln.load_run(tmp_path / "rank0.json"))
+    assert recording.world_size == world
+    assert recording.groups.height == 100
+    assert recording.groups["ranks"].null_count() == 100
+    assert recording.groups.estimated_size() < 10_000
+    assert ln.load_job(tmp_path / "rank0.json", tmp_path / "job").replay().step_ns == 2000
+    if world > 10**9:
+        with pytest.raises(InputError, match="a job of 2,147,483,647 ranks, as its files state, takes some"):
+            ln.fill_ranks(recording)
+
+
+@pytest.mark.parametrize("fully", [{0}, {0, 1}], ids=["one file", "every file"])
+def test_a_group_that_lists_no_rank_is_of_all_ranks(fully: set[int]) -> None:
+    """As if it listed them, also where another file does list them."""
+
+    def body(trace: Trace, _: int, start: float) -> None:
+        trace.launch("work", (start, start + 5), (start + 10, start + 100))
+        unsized = comm("0", 4)
+        del unsized["args"]["Group size"]
+        trace.launch("ncclAllReduce", (start + 6, start + 8), (start + 100, start + 140), **unsized)
+
+    listed = job([0, 1], [("0", "default_pg", [0, 1, 2, 3])], body, 4)
+    metadata = {
+        rank: {"distributedInfo": {"pg_config": [{"pg_name": "0", "pg_desc": "default_pg", "ranks": []}]}}
+        for rank in fully
+    }
+    unlisted = replace(listed, metadata={**listed.metadata, **metadata})
+    in_full, short = (Recording.of(run) for run in (listed, unlisted))
+    assert short.ops.filter(kind="comm")["group_size"].unique().to_list() == [4]
+    assert short.ops.equals(in_full.ops)
+    assert ln.fill_ranks(short).ops.equals(ln.fill_ranks(in_full).ops)
+    assert ln.fill_ranks(short).filled == {2: 1, 3: 1}
