@@ -32,6 +32,8 @@ from lumos_nb.errors import (
     SchemaError,
     TraceError,
     files_in,
+    folder_for,
+    is_whole,
     named,
     require_kinds,
     require_whole,
@@ -91,8 +93,7 @@ class Files:
 
     def place(self, rank: int) -> int:
         """Which row of `ranks` a rank has."""
-        is_whole = hasattr(rank, "__index__") and not isinstance(rank, bool)
-        if not is_whole or (at := self._places.get(operator.index(rank))) is None:
+        if not is_whole(rank, -MOST, MOST) or (at := self._places.get(operator.index(rank))) is None:
             raise InputError(f"the job has no rank {shown(rank)}; it has {len(self.ranks)}, see .ranks.")
         return at
 
@@ -355,7 +356,7 @@ def finish(folder: Path, ranks: Iterable[pl.DataFrame], report: pl.DataFrame) ->
 def replaced(folder: Path) -> Iterator[Path]:
     """A folder to make a job in, which takes the place of that in `folder` when all of it is made."""
     there = folder.exists()
-    make_folder(folder)
+    folder_for(folder, RunError)
     try:
         with scratch(folder, RunError) as made:
             yield made
@@ -411,7 +412,7 @@ def found(folder: Path) -> Files:
 
 def save(folder: Path, **arrays: NDArray[Any]) -> None:
     """Write arrays, a file each."""
-    make_folder(folder)
+    folder_for(folder, RunError)
     for name, array in arrays.items():
         with whole(folder / f"{name}.npy", RunError) as part, part.open("wb") as file:
             np.save(file, array)
@@ -427,11 +428,3 @@ def load(folder: Path, name: str) -> NDArray[Any]:
     except Exception as error:  # of a damaged file whatever numpy's headers and tokens may raise
         raise RunError(f"{path} cannot be read ({error}): replay the job again.") from error
     return array
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder, if it is not there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{folder} cannot be made: {error.strerror}. Give a folder that is there or can be.") from error

@@ -16,7 +16,7 @@ import msgspec
 
 import lumos_nb as ln
 from lumos_nb import benchmark_cli, chakra_cli
-from lumos_nb.errors import LumosError
+from lumos_nb.errors import LumosError, folder_for
 from lumos_nb.terminal import AddVerb, Verbs, as_json, load, print_whole, progress, reads_runs, tell
 
 REPLAY = """
@@ -147,7 +147,7 @@ def _replay(arguments: argparse.Namespace) -> str:
     from lumos_nb.report import step_report, write_report
 
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)  # before the work, that it be not for nothing
+        folder_for(arguments.out)  # before the work, that it be not for nothing
     with progress() as say:
         run = load(arguments.run, arguments.jobs, say)
         say("putting ranks on one clock")

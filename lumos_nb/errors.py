@@ -25,6 +25,7 @@ import re
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -125,23 +126,38 @@ def require_kinds(**given: tuple[object, type]) -> None:
             raise InputError(f"{name} is {shown(value)}; give a {kind.__name__}.")
 
 
+def is_whole(value: object, least: int, most: int = 2**62) -> bool:
+    """Whether a value is a whole number from `least` to `most`, of Python or of another library."""
+    try:
+        return not isinstance(value, bool) and least <= operator.index(value) <= most  # type: ignore[arg-type]
+    except TypeError:  # also of an array, which has an index only if it is of one number
+        return False
+
+
 def require_whole(least: int, most: int = 2**62, /, **given: object) -> None:
     """Raise InputError for the first argument that is no whole number from `least` to `most`."""
     for name, value in given.items():
-        if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= operator.index(value) <= most:
+        if not is_whole(value, least, most):
             bounds = f"of at least {least}" if most == 2**62 else f"from {least} to {most:,}"
             raise InputError(f"{name}={shown(value)}: give a whole number {bounds}.")
 
 
 ABOVE_0 = math.nextafter(0, 1)
-"""As the least of `require_number`: any number above 0."""
+"""As the least of `is_number` and `require_number`: any number above 0."""
+
+
+def is_number(value: object, least: float = -math.inf, most: float = sys.float_info.max) -> bool:
+    """Whether a value is a finite number from `least` to `most`, so that it is one as a float too."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    exact: Any = value if isinstance(value, numbers.Rational) else float(value)  # of few bits most would be infinite
+    return bool(least <= exact <= most)  # nan is neither
 
 
 def require_number(least: float = -math.inf, most: float = sys.float_info.max, /, **given: object) -> None:
     """Raise InputError for the first argument that is no finite number from `least` to `most`."""
     for name, value in given.items():
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not number or not least <= value <= most:  # type: ignore[operator]  # nan is neither
+        if not is_number(value, least, most):
             low = {-math.inf: "", ABOVE_0: " above 0"}.get(least, f" of at least {least:g}")
             high = "" if most == sys.float_info.max else f", {most:g} at most"
             raise InputError(f"{name}={shown(value)}: give a finite number{low}{high}.")
@@ -166,11 +182,13 @@ def named(path: object, error: type[LumosError] = InputError) -> Path:
     Raises
     ------
     LumosError
-        The class given, of a name that no file system has, or of a pipe or a device, which would be waited for without
-        end or be replaced; InputError of what is no path.
+        The class given, of no name or one that no file system has, or of a pipe or a device, which would be waited for
+        without end or be replaced; InputError of what is no path.
     """
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"{shown(path)} is no path: give the name of a file or a folder.")
+    if isinstance(path, str) and not path:  # Path would take it for the folder that one is in
+        raise error("an empty text is no path: give the name of a file or a folder, '.' for the one that you are in.")
     try:
         found = Path(path)
         longest, size = max(map(len, map(os.fsencode, found.parts)), default=0), len(os.fsencode(found))
@@ -188,6 +206,31 @@ def named(path: object, error: type[LumosError] = InputError) -> Path:
     except OSError:  # it is not there, or a link that leads nowhere
         pass
     return found
+
+
+def in_the_way(folder: Path) -> str:
+    """Of a folder that cannot be one, since it or one that it is in is a file: words that say so; of others none."""
+    file = next((path for path in (folder, *folder.parents) if os.path.isfile(path)), None)
+    return f"{file} is a file, no folder" if file else ""
+
+
+def folder_for(path: object, error: type[LumosError] = InputError) -> Path:
+    """A folder to write into, made where it is not there.
+
+    Raises
+    ------
+    LumosError
+        As `named`; or the class given: it cannot be made.
+    """
+    folder = named(path, error)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as why:
+        raise error(
+            f"{folder} cannot be written into: {in_the_way(folder) or why.strerror}. Give a folder that is there or "
+            "can be made."
+        ) from why
+    return folder
 
 
 def files_in(folder: Path, error: type[LumosError]) -> list[Path]:

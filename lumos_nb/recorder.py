@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from lumos_nb.device_activity import write_activity
-from lumos_nb.errors import CaptureError
+from lumos_nb.errors import CaptureError, folder_for, is_whole, named, shown
 from lumos_nb.job import barrier, describe_machine, gather, groups, world
 from lumos_nb.labels import label_collectives
 from lumos_nb.whole_files import compress, whole
@@ -236,10 +236,7 @@ class Recorder:
 
     def __enter__(self) -> Self:
         self._refuse_a_second()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CaptureError(f"{self.folder} cannot be made ({error}); give another folder.") from error
+        folder_for(self.folder, CaptureError)
         rank = world()[0]
         old = [*self.folder.glob("rank-*.json.gz"), *self.folder.glob("capture.json")]
         if any(path.name == "capture.json" or path.name.startswith(f"rank-{rank}.") for path in old):
@@ -402,7 +399,7 @@ def capture(
     """
     _check_counts(steps=(steps, 1), warmup=(warmup, 0), timed=(timed, 0), executed=(executed, 0))
     given, device = _json_values(arguments), _seen_device(device)
-    path, rank = Path(folder), world()[0]
+    path, rank = named(folder, CaptureError), world()[0]
     et = path / f"rank-{rank}.et.json.gz"
     phases: list[Phase] = [
         _WarmUp(warmup),
@@ -416,8 +413,8 @@ def capture(
 
 def _check_counts(**counts: tuple[object, int]) -> None:
     for name, (value, least) in counts.items():
-        if type(value) is not int or value < least:
-            raise CaptureError(f"capture got {name}={value!r}; give a whole number, {least} or more.")
+        if not is_whole(value, least):
+            raise CaptureError(f"capture got {name}={shown(value)}; give a whole number, {least} or more.")
 
 
 def _seen_device(device: str | None) -> str:
@@ -427,7 +424,9 @@ def _seen_device(device: str | None) -> str:
     seen = torch.cuda.is_available()
     chosen = device or ("cuda" if seen else "cpu")
     if chosen not in ("cpu", "cuda") or (chosen == "cuda" and not seen):
-        raise CaptureError(f'capture got device={device!r}, which torch does not see here; give "cpu" or leave it out.')
+        raise CaptureError(
+            f'capture got device={shown(device)}, which torch does not see here; give "cpu" or leave it out.'
+        )
     return chosen
 
 
@@ -437,7 +436,9 @@ def _json_values(arguments: Mapping[str, object] | None) -> dict[str, object]:
         given = dict(arguments or {})
         json.dumps(given)
     except (TypeError, ValueError) as error:
-        raise CaptureError(f"capture got arguments={arguments!r}: {error}; give names with values for JSON.") from error
+        raise CaptureError(
+            f"capture got arguments={shown(arguments)}: {error}; give names with values for JSON."
+        ) from error
     return given
 
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 import polars as pl
 from isal import igzip
 
-from lumos_nb.errors import LumosError, named
+from lumos_nb.errors import LumosError, in_the_way, named
 
 PART = ".lumos-part"
 """What ends the name of a file that is being written, so that no reader takes it for what it will be."""
@@ -73,7 +73,7 @@ def told(path: Path, error: type[LumosError]) -> Iterator[None]:
     except (OSError, pl.exceptions.ComputeError) as why:
         if not isinstance(why, OSError) and "(os error " not in str(why):
             raise
-        reason = getattr(why, "strerror", None) or why
+        reason = in_the_way(path.parent) or getattr(why, "strerror", None) or why
         raise error(f"{path} cannot be written: {reason}. Give one in a folder that is there and has room.") from why
 
 

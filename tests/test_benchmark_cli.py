@@ -92,7 +92,7 @@ def damaged(program, tmp_path) -> Path:
     ("arguments", "message"),
     [
         pytest.param(["generate", "absent", "out"], "absent does not exist", id="no trace"),
-        pytest.param(["generate", PAIRED, __file__], "is a file: give a folder", id="a file for a folder"),
+        pytest.param(["generate", PAIRED, __file__], "is a file, no folder: give a folder", id="a file for a folder"),
         pytest.param(["generate", PAIRED, "{tmp}", "--step", "99"], "step 99 is not in the trace", id="no such step"),
         pytest.param(["generate", PAIRED, "{tmp}", "--shrink", "4=0"], "shrink is {4: 0}", id="a size of 0"),
         pytest.param(["run", "{program}", "--options", "--only", "nothing"], "no call is chosen", id="nothing to run"),

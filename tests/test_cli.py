@@ -117,7 +117,9 @@ def test_compare_adds_up_in_text_and_in_json(capfd):
         pytest.param(["replay", GPT, "--predict", "0", "--scale", "gpu=2"], "of class 'gpu'", id="no such kind"),
         pytest.param(["compare", GPT, "absent"], "absent does not exist", id="no run to compare with"),
         pytest.param(["check", "absent.json", GPT], "absent.json is no saved prediction", id="no prediction"),
-        pytest.param(["replay", GPT, "--out", __file__], "File exists", id="a file where the folder should be"),
+        pytest.param(
+            ["replay", GPT, "--out", __file__], "is a file, no folder", id="a file where the folder should be"
+        ),
         pytest.param(["replay", __file__], "is no JSON object", id="no trace"),
     ],
 )

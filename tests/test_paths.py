@@ -18,7 +18,9 @@ import lumos_nb as ln
 from lumos_nb.costs.embedding_net import LookupNet
 from lumos_nb.costs.embeddings import PhysicalLookup
 from lumos_nb.errors import LumosError, RunError, TraceError
+from lumos_nb.graph import Graph
 from lumos_nb.ledger import load_prediction, read_ledger
+from lumos_nb.report import write_report
 from lumos_nb.traces.formats import read_trace
 from lumos_nb.traces.json_stream import MAX_BYTES_ENV
 from lumos_nb.traces.run import Run, load_run
@@ -60,6 +62,7 @@ THERE = {
     "a link to itself": "loop",
     "a number": 5,
     "bytes": b"x",
+    "no text": "",
 }
 
 
@@ -105,6 +108,47 @@ def test_what_no_file_can_be_called_is_not_written(name: str, run: Run, place: P
         with pytest.raises(LumosError):
             write()
     assert sorted(place.iterdir()) == before
+
+
+def _writers(run: Run, graph: Graph) -> dict[str, Callable[[Any], object]]:
+    """What makes a folder and writes into it."""
+    trace, report = ln.datasets.path("gpt-single"), ln.step_report(run)
+    return {
+        "Run.to_parquet": run.to_parquet,
+        "chakra.write": lambda folder: ln.chakra.write(graph, folder),
+        "chakra.write_ranks": lambda folder: ln.chakra.write_ranks([(0, NODES)], folder, "chakra", {}),
+        "benchmark.generate": lambda folder: ln.benchmark.generate(trace, folder),
+        "save_job": lambda folder: ln.save_job(graph, folder),
+        "load_job": lambda folder: ln.load_job(run.ranks["path"][0], folder),
+        "write_report": lambda folder: write_report(report, folder),
+    }
+
+
+def test_no_text_is_not_the_folder_that_one_is_in(run: Run, place: Path) -> None:
+    graph = graph_of(repeated(lambda trace, _, start: trace.op("aten::mm", start + 100, start + 300)))
+    before = sorted(place.iterdir())
+    for write in (
+        *_writers(run, graph).values(),
+        run.to_perfetto,
+        lambda path: ln.chakra.write_file(NODES, path),
+        lambda path: ln.save_prediction(path, run, change="x", times=1.0, model_error=0.1),
+    ):
+        with pytest.raises(LumosError, match="an empty text is no path"):
+            write("")
+    assert sorted(place.iterdir()) == before
+
+
+def test_a_file_in_the_place_of_a_folder_is_called_one(run: Run, place: Path) -> None:
+    graph = graph_of(repeated(lambda trace, _, start: trace.op("aten::mm", start + 100, start + 300)))
+    (place / "taken").write_text("mine")
+    for name, write in _writers(run, graph).items():
+        for folder in ("taken", "taken/deeper"):
+            with pytest.raises(LumosError, match="taken is a file, no folder") as caught:
+                write(folder)
+            assert "Errno" not in str(caught.value), name
+    with pytest.raises(LumosError, match=r"step\.json cannot be written: taken is a file, no folder"):
+        run.to_perfetto("taken/step.json")
+    assert (place / "taken").read_text() == "mine"
 
 
 def test_a_prefix_does_not_lead_out_of_the_folder(place: Path) -> None:

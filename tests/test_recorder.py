@@ -261,7 +261,7 @@ def test_a_capture_that_ended_early_is_not_taken_up_again(tmp_path: Path) -> Non
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CaptureError, match=r"file/x cannot be made .*another folder"):
+    with pytest.raises(CaptureError, match=r"file/x cannot be written into: .*file is a file, no folder"):
         short(tmp_path / "file" / "x").__enter__()
 
 

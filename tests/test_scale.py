@@ -353,7 +353,7 @@ def test_a_replay_does_not_take_the_times_of_a_later_one_for_its_own(small):
 def test_a_folder_that_cannot_hold_a_plan_is_named(small):
     shutil.rmtree(small / "plan")
     (small / "plan").write_text("")
-    with pytest.raises(RunError, match="plan cannot be made: "):
+    with pytest.raises(RunError, match="plan cannot be written into: "):
         ln.open_job(small).replay()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from lumos_nb.display import Shown
-from lumos_nb.errors import TraceError, named
+from lumos_nb.errors import TraceError, folder_for
 from lumos_nb.schema import panics_told
 from lumos_nb.traces.json_stream import check_unpacked
 from lumos_nb.traces.perfetto import HasEvents, write_perfetto
@@ -76,11 +76,7 @@ class Tables(Shown):
         --------
         >>> run.to_parquet("out")  # out/events.parquet, out/ranks.parquet, out/report.parquet
         """
-        folder = named(folder, TraceError)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TraceError(f"{folder} cannot be written: {error}. Give a folder of your own.") from error
+        folder = folder_for(folder, TraceError)
         for name, table in self._tables().items():
             write_table(table, folder / f"{name}.parquet")
         return folder

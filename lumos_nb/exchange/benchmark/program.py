@@ -13,7 +13,7 @@ import polars as pl
 
 from lumos_nb import device_activity
 from lumos_nb.display import text_table
-from lumos_nb.errors import BenchmarkError, InputError, named
+from lumos_nb.errors import BenchmarkError, InputError, folder_for, in_the_way, named
 from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP
 from lumos_nb.exchange.benchmark.tables import Workload, workload
 from lumos_nb.traces.execution_trace import ExecutionTrace, is_execution_trace
@@ -61,12 +61,12 @@ def generate(
     1.0
     """
     folder = named(out)
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file: give a folder.")
+    if blocked := in_the_way(folder):  # before the work, that it be not for nothing
+        raise InputError(f"{blocked}: give a folder.")
     ranks = _ranks_of(trace, rank)
     made = [workload(trace, rank=one, **how) for one in ranks]
+    folder_for(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("workload*.json"), *folder.glob("indices*.bin")):
             old.unlink()
     except OSError as error:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from lumos_nb.errors import UNDECODABLE, ChakraError, files_in, named, require_kinds
+from lumos_nb.errors import UNDECODABLE, ChakraError, files_in, folder_for, named, require_kinds, shown
 from lumos_nb.exchange.chakra import _wire_kernels as wire
 from lumos_nb.exchange.chakra import json_files
 from lumos_nb.exchange.chakra.tables import NODES, Nodes, decoded, encoded, parsed
@@ -221,14 +221,10 @@ def write_ranks(ranks: Iterable[tuple[int, Nodes]], folder: str | Path, prefix: 
         The folder cannot be made, or a file in it not written.
     """
     require_kinds(prefix=(prefix, str))
-    folder = named(folder, ChakraError)
-    listed = folder / f"{prefix}.groups.json"
+    listed = named(folder, ChakraError) / f"{prefix}.groups.json"
     if named(listed.name, ChakraError) != Path(f"{prefix}.groups.json"):
-        raise ChakraError(f"prefix {prefix!r:.80} leads out of the folder: give one without slashes.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ChakraError(f"{folder} cannot be written: {error}. Give a folder of your own.") from error
+        raise ChakraError(f"prefix {shown(prefix)} leads out of the folder: give one without slashes.")
+    folder = folder_for(folder, ChakraError)
     with whole(listed, ChakraError) as part:  # the first: it says which ranks are still to come
         part.write_bytes(msgspec.json.encode({name: list(members) for name, members in groups.items()}))
     return [*(write_file(nodes, folder / f"{prefix}.{rank}.et") for rank, nodes in ranks), listed]

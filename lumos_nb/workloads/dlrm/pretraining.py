@@ -21,7 +21,7 @@ from lumos_nb.costs.embedding_samples import LOOKUPS, call_times, checked_sample
 from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup, lookup_us
 from lumos_nb.costs.networks import arrays_of
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, named
+from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, folder_for, named
 from lumos_nb.layout import Cluster
 from lumos_nb.whole_files import whole
 from lumos_nb.workloads.dlrm.exchange_net import ExchangeNet, scored
@@ -174,15 +174,11 @@ def save_costs(costs: ShardingCosts, folder: str | Path) -> Path:
     fabric = exchange.rest if isinstance(exchange, ExchangeNet) else exchange
     if not isinstance(lookup, LookupNet) or not isinstance(fabric, FabricExchange):
         raise InputError("these costs are not of pretrain, whose networks alone are saved: fit the others again.")
-    path = named(folder)
+    path = folder_for(folder)
     text = _Saved(
         cluster=fabric.cluster, collectives=fabric.collectives, batch=costs.batch, speed=costs.speed,
         element_bytes=fabric.element_bytes, report=costs.report.to_dicts(),
     )  # fmt: skip
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}.") from error
     lookup.save(path / "lookup.npz")
     if isinstance(exchange, ExchangeNet):
         arrays: dict[str, Any] = exchange.arrays()
