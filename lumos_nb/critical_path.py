@@ -22,9 +22,9 @@ from lumos_nb._replay_kernels import (
     path_to,
     scaled_ends,
 )
-from lumos_nb._replay_plan import Plan, SweepPlan
+from lumos_nb._replay_plan import LONGEST_NS, Plan, SweepPlan
 from lumos_nb.display import format_ns
-from lumos_nb.errors import ScenarioError, require_memory
+from lumos_nb.errors import ScenarioError, is_number, is_whole, require_memory, shown
 from lumos_nb.executors import spread
 from lumos_nb.graph import Graph
 from lumos_nb.traces.export import OnAClock
@@ -209,6 +209,9 @@ class PandasFrame(Protocol):
     def to_dict(self, orient: Literal["list"]) -> Mapping[Hashable, list[Any]]:
         """Return the columns by name."""
 
+    def isna(self) -> PandasFrame:
+        """Return where there is no value."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Block:
@@ -270,7 +273,7 @@ def sweep(
     Raises
     ------
     ScenarioError
-        A class that the graph lacks, or a scale that is not a finite number >= 0.
+        A class that the graph lacks, a scale that is not a finite number >= 0, or times that replay would not take.
     SchemaError, GraphError
         As `replay`.
 
@@ -279,12 +282,13 @@ def sweep(
     >>> launches = {"scenario": "launches", "lag:launch": 0, "launch": 0.5}
     >>> sweep(graph, [{"scenario": "operators", "cpu": 0.5}, launches])
     """
-    if type(block) is not int or block < 1:
-        raise ScenarioError(f"block={block!r}: a block is a whole number of scenarios, at least one.")
+    if not is_whole(block, 1):
+        raise ScenarioError(f"block={shown(block)}: a block is a whole number of scenarios, at least one.")
     plan = Plan.of(graph)
     swept = SweepPlan.of(graph, plan, by)
     labels, scale = _scales(scenarios, swept.classes)
-    blocks = np.split(scale, range(block, scale.shape[1], block), axis=1)
+    _check_totals(swept, scale, labels)
+    blocks = np.split(scale, range(int(block), scale.shape[1], int(block)), axis=1)
     found = _Block.joined(list(spread(executor, partial(sweep_block, swept), blocks)))
     base_ns = pl.lit(_base_step_ns(plan) or None, pl.Float64)
     rank_end_ns = found.rank_end_ns if rank_ends else ()
@@ -328,47 +332,96 @@ def sweep_block(plan: SweepPlan, scale: Floats) -> _Block:
     )
 
 
+_Column = pl.Series | Sequence[Any]
+
+
 def _scales(
     scenarios: pl.DataFrame | PandasFrame | Sequence[Mapping[str, Any]], classes: Sequence[str]
 ) -> tuple[pl.Series, Floats]:
     """Labels (k,) and scales (classes, k) of scenarios."""
-    if isinstance(scenarios, pl.DataFrame):
-        frame = scenarios
-    elif isinstance(scenarios, Sequence) and all(isinstance(scenario, Mapping) for scenario in scenarios):
-        named = [{str(c): scale for c, scale in scenario.items()} for scenario in scenarios]
-        frame = pl.DataFrame(named, infer_schema_length=None, strict=False)
-    elif hasattr(scenarios, "to_dict") and hasattr(scenarios, "columns"):
-        frame = pl.DataFrame({str(c): v for c, v in scenarios.to_dict("list").items()}, strict=False)
-        frame = frame.with_columns(pl.col(pl.Float64).fill_nan(None))  # what pandas has for null
-    else:
-        raise ScenarioError(
-            f"scenarios are a {type(scenarios).__name__}; give a list of mappings from class to scale, or a dataframe."
-        )
-    rows = pl.Series("scenario", range(len(frame)), pl.Int64)
-    labels = frame["scenario"] if "scenario" in frame.columns else rows
-    taken_bytes = 3 * 8 * len(classes) * len(frame)  # with what is found out of each
-    require_memory(taken_bytes, f"a sweep of {len(frame):,} scenarios")
-    scale = np.ones((len(classes), len(frame)))
-    for column in frame.drop("scenario", strict=False):
-        if column.name not in classes:
+    columns, count = _columns(scenarios)
+    taken_bytes = 3 * 8 * len(classes) * count  # with what is found out of each
+    require_memory(taken_bytes, f"a sweep of {count:,} scenarios")
+    labels = _labels(columns.pop("scenario", range(count)))
+    scale = np.ones((len(classes), count))
+    for name, column in columns.items():
+        if name not in classes:
             raise ScenarioError(
-                f"no op or lag is of class {column.name!r}; the graph has {', '.join(classes) or 'none'}."
+                f"no op or lag is of class {shown(name)}; the graph has {', '.join(classes) or 'none'}."
             )
-        scale[classes.index(column.name)] = _checked_scales(column, labels)
+        scale[classes.index(name)] = _checked_scales(name, column, labels)
     return labels, scale
 
 
-def _checked_scales(column: pl.Series, labels: pl.Series) -> Floats:
-    is_number = column.dtype.is_numeric()
-    numbers = (
-        column.cast(pl.Float64, strict=False) if is_number or column.dtype == pl.String else column.is_null() * 1.0
+def _columns(scenarios: Any) -> tuple[dict[str, Any], int]:
+    """Columns of scenarios by name (`_Column`), and how many scenarios there are."""
+    if isinstance(scenarios, pl.DataFrame):
+        return {column.name: column for column in scenarios}, len(scenarios)
+    if hasattr(scenarios, "to_dict") and hasattr(scenarios, "isna"):
+        lacks = scenarios.isna().to_dict("list")
+        named = {
+            _as_text(c): [None if lack else v for v, lack in zip(values, lacks[c], strict=True)]
+            for c, values in scenarios.to_dict("list").items()
+        }
+        return named, len(next(iter(named.values()), ()))
+    if (
+        isinstance(scenarios, Sequence)
+        and not isinstance(scenarios, str | bytes)
+        and all(isinstance(scenario, Mapping) for scenario in scenarios)
+    ):
+        rows = [{_as_text(c): scale for c, scale in scenario.items()} for scenario in scenarios]
+        return {c: [row.get(c) for row in rows] for c in dict.fromkeys(c for row in rows for c in row)}, len(rows)
+    raise ScenarioError(
+        f"scenarios are a {type(scenarios).__name__}; give a list of mappings from class to scale, or a dataframe."
     )
-    wrong = column.is_not_null() & ~(numbers.is_finite() & (numbers >= 0)).fill_null(False)
-    if not is_number and not wrong.any():
-        wrong = column.is_not_null()
-    if (row := wrong.arg_max()) is not None and wrong[row]:
+
+
+def _as_text(name: object) -> str:
+    return shown(name) if type(name) is int else str(name)
+
+
+def _labels(given: _Column) -> pl.Series:
+    """Labels of any kind, as text where they are of several or of one that a table does not take."""
+    if isinstance(given, pl.Series):
+        return given
+    there = [label for label in given if label is not None]
+    if all(type(label) is int and abs(label) < 2**63 for label in there):
+        return pl.Series("scenario", given, dtype=pl.Int64)
+    if all(is_number(label) for label in there):
+        return pl.Series("scenario", [None if label is None else float(label) for label in given], dtype=pl.Float64)
+    texts = [label if label is None or isinstance(label, str) else _as_text(label) for label in given]
+    return pl.Series("scenario", texts, dtype=pl.String)
+
+
+def _checked_scales(name: str, column: _Column, labels: pl.Series) -> Floats:
+    """Scales (k,) of a class, 1 where there is none. What is a number is what `errors.is_number` says."""
+    if isinstance(column, pl.Series) and column.dtype.is_numeric():
+        numbers = column.cast(pl.Float64)
+        possible = numbers.is_finite() & (numbers >= 0)
+        wrong = ~possible.fill_null(value=True)  # null is 1
+    else:
+        bad = [scale is not None and not is_number(scale, 0) for scale in column]
+        wrong = pl.Series(bad, dtype=pl.Boolean)
+        given = [None if scale is None or no else float(scale) for scale, no in zip(column, bad, strict=True)]
+        numbers = pl.Series(given, dtype=pl.Float64)
+    for row in wrong.arg_true().head(1):
         raise ScenarioError(
-            f"scenario {labels[row]!r} in row {row}: the scale of {column.name!r} is {column[row]!r}; "
+            f"scenario {shown(labels[row])} in row {row}: the scale of {shown(name)} is {shown(column[row])}; "
             "give a finite number >= 0, or null for 1."
         )
     return numbers.fill_null(1.0).to_numpy()
+
+
+def _check_totals(plan: SweepPlan, scale: Floats, labels: pl.Series) -> None:
+    """Refuse what `replay` does of a graph with the scaled times: more in all than an int64 has room for."""
+    rows = len(plan.classes) + 1  # the last for what is not scaled
+    base_ns = np.bincount(plan.dur_class, plan.dur_ns, rows) + np.bincount(plan.lag_class, plan.lag_ns, rows)
+    with np.errstate(over="ignore"):
+        total_ns = base_ns[:-1] @ scale + base_ns[-1]
+    for row in np.flatnonzero(total_ns >= LONGEST_NS).tolist()[:1]:
+        most = int(np.argmax(np.log(np.maximum(base_ns[:-1], 1)) + np.log(np.maximum(scale[:, row], 1))))
+        raise ScenarioError(
+            f"scenario {shown(labels[row])} in row {row}: the scale of {shown(plan.classes[most])} is "
+            f"{scale[most, row]:g}, which makes durations and lags of {total_ns[row]:.3g} ns, over a century: give a "
+            "smaller one."
+        )

@@ -209,10 +209,10 @@ def step_report(
     )
 
 
-def _asked(graph: Graph, scales: Mapping[str, float]) -> pl.DataFrame:
+def _asked(graph: Graph, scales: Mapping[str, Any]) -> pl.DataFrame:
     """One more what-if, as a row of `what_ifs`."""
-    words = ", ".join(f"{name} × {scale:g}" for name, scale in scales.items())
     swept = sweep(repeat(graph), [scales])
+    words = ", ".join(f"{name} × {1 if scale is None else float(scale):g}" for name, scale in scales.items())
     return swept.select(change=pl.lit(words), step_ns="step_ns", times=1 + pl.col("change"))
 
 

@@ -9,15 +9,15 @@ the second follow from their members. Where a change also changes what earlier s
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
-from numbers import Real
 
 import polars as pl
 
 from lumos_nb import rewire
 from lumos_nb._replay_plan import LONGEST_NS, Plan
-from lumos_nb.errors import InputError, ScenarioError
+from lumos_nb.errors import ABOVE_0, InputError, ScenarioError, is_number, shown
 from lumos_nb.graph import Graph
 from lumos_nb.schema import DEVICE_KINDS, require
 
@@ -96,10 +96,10 @@ def network(graph: Graph, where: pl.Expr, *, bandwidth_factor: float = 1.0, late
     --------
     >>> whatif.network(graph, pl.col("group") == "tp", bandwidth_factor=2)
     """
-    if not isinstance(bandwidth_factor, Real) or not bandwidth_factor > 0:
-        raise ScenarioError(f"bandwidth_factor={bandwidth_factor!r}: give a number above 0, 2 for twice as fast.")
-    if not isinstance(latency_ns, Real) or not abs(latency_ns) < LONGEST_NS or latency_ns % 1:
-        raise ScenarioError(f"latency_ns={latency_ns!r}: give whole ns, below 0 where latency falls.")
+    if bandwidth_factor != math.inf and not is_number(bandwidth_factor, ABOVE_0):
+        raise ScenarioError(f"bandwidth_factor={shown(bandwidth_factor)}: give a number above 0, 2 for twice as fast.")
+    if not is_number(latency_ns, 1 - LONGEST_NS, LONGEST_NS - 1) or latency_ns % 1:
+        raise ScenarioError(f"latency_ns={shown(latency_ns)}: give whole ns, below 0 where latency falls.")
     chosen = _chosen(graph, where, only=("comm",))
     ops = _scaled(graph.ops, "dur_ns", chosen, 1 / bandwidth_factor)
     later = (pl.col("dur_ns") + int(latency_ns)).clip(0)
@@ -180,12 +180,14 @@ def insert(
     graph = replace(graph, ops=graph.ops[Plan.of(graph).row])  # in the order of the edges
     chosen = _chosen(graph, where)
     if kind not in INSERTED_KINDS:
-        raise ScenarioError(f"an op of kind {kind!r} cannot be inserted; choose one of {', '.join(INSERTED_KINDS)}.")
+        raise ScenarioError(
+            f"an op of kind {shown(kind)} cannot be inserted; choose one of {', '.join(INSERTED_KINDS)}."
+        )
     _check_name(name)
     if lane is not None and (before or not re.match(r"gpu[0-9]{1,9}:|cpu:", str(lane))):
         raise ScenarioError(
-            f"lane={lane!r}, before={before}: on another lane, 'gpu<device>:<stream>' or 'cpu:<thread>', an op comes "
-            "only after the chosen one; leave out either."
+            f"lane={shown(lane)}, before={shown(before)}: on another lane, 'gpu<device>:<stream>' or 'cpu:<thread>', "
+            "an op comes only after the chosen one; leave out either."
         )
     place, n = pl.int_range(pl.len()).cast(pl.Float64), int(graph.ops["op_id"].max()) + 1  # type: ignore[arg-type]
     beside = graph.ops.select(
@@ -238,10 +240,12 @@ def fuse(graph: Graph, where: pl.Expr, name: str, *, by: float = 1.0, dur_ns: in
     """
     chosen = _chosen(graph, where, only=FUSED_KINDS)
     _check_name(name)
-    if not isinstance(by, Real):
-        raise ScenarioError(f"by={by}: give a number, or dur_ns, which may be an expression.")
+    if not is_number(by):
+        raise ScenarioError(f"by={_words(by)}: give a number, or dur_ns, which may be an expression.")
     if by != 1.0 and dur_ns is not None:
-        raise ScenarioError(f"by={by!r} and dur_ns={dur_ns!r} both say what a fused op takes; give one of them.")
+        raise ScenarioError(
+            f"by={shown(by)} and dur_ns={shown(dur_ns)} both say what a fused op takes; give one of them."
+        )
     given = graph.ops.select("op_id", given_ns=pl.lit(None) if dur_ns is None else _whole_ns(graph.ops, dur_ns, chosen))
     runs = rewire.runs(graph, chosen).join(given, on="op_id")
     first = runs.group_by("run").agg(
@@ -265,7 +269,7 @@ def fuse(graph: Graph, where: pl.Expr, name: str, *, by: float = 1.0, dur_ns: in
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
-        raise InputError(f"name={name!r}: give the text that the new ops are to be called.")
+        raise InputError(f"name={shown(name)}: give the text that the new ops are to be called.")
 
 
 def _evaluated(table: pl.DataFrame, asked: object, what: str, dtype: pl.DataType | None = None) -> pl.Series:
@@ -276,11 +280,16 @@ def _evaluated(table: pl.DataFrame, asked: object, what: str, dtype: pl.DataType
         if dtype is not None and column.dtype.is_nested():
             raise TypeError(f"it gives {column.dtype}")
         return column if dtype is None else column.cast(dtype, strict=False)
-    except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, TypeError, ValueError, OverflowError) as error:
         raise ScenarioError(
-            f"{asked} cannot be evaluated on the {what} table: {str(error).splitlines()[0]}; "
+            f"{_words(asked)} cannot be evaluated on the {what} table: {str(error).splitlines()[0]}; "
             f"its columns are {', '.join(table.columns)}."
         ) from error
+
+
+def _words(asked: object) -> str:
+    """An expression as it reads, a value as errors quote it."""
+    return str(asked) if isinstance(asked, pl.Expr) else shown(asked)
 
 
 def _mask(table: pl.DataFrame, where: object, what: str) -> pl.Series:
@@ -311,7 +320,7 @@ def _chosen(graph: Graph, where: object, only: tuple[str, ...] | None = None) ->
 
 def _scaled(table: pl.DataFrame, column: str, chosen: pl.Series, by: object, what: str = "op") -> pl.DataFrame:
     """The table with an int64 column of ns multiplied where `chosen`."""
-    factor = _evaluated(table, by, what, pl.Float64())
+    factor = _factors(table, by, what)
     wrong = chosen & ~(factor.is_finite() & (factor >= 0)).fill_null(value=False)
     scaled = (table[column] * factor).fill_nan(None)
     for row in (wrong | (chosen & (scaled >= LONGEST_NS))).arg_true().head(1):
@@ -323,11 +332,23 @@ def _scaled(table: pl.DataFrame, column: str, chosen: pl.Series, by: object, wha
     return table.with_columns(pl.when(chosen).then(product).otherwise(column).alias(column))
 
 
+def _factors(table: pl.DataFrame, by: object, what: str) -> pl.Series:
+    """A factor a row, as floats. A number must be one by `errors.is_number`, as the scales of a sweep."""
+    if not isinstance(by, pl.Expr) and not is_number(by, 0):
+        raise ScenarioError(
+            f"by={shown(by)}: give a finite factor >= 0, or an expression that gives one for each {what}."
+        )
+    found = _evaluated(table, by if isinstance(by, pl.Expr) else float(by), what)  # type: ignore[arg-type]
+    if not (found.dtype.is_numeric() or found.dtype == pl.Null):
+        raise ScenarioError(f"by={by}: it gives {found.dtype}; give a finite factor >= 0 for each {what}.")
+    return found.cast(pl.Float64)
+
+
 def _whole_ns(table: pl.DataFrame, dur_ns: object, chosen: pl.Series) -> pl.Series:
     given = _evaluated(table, dur_ns, "op")
     values = _evaluated(table, dur_ns, "op", pl.Int64())
     wrong = chosen & ~values.is_between(0, LONGEST_NS, closed="left").fill_null(value=False)
     if not given.dtype.is_integer() or wrong.any():
         found = given.filter(wrong)[0] if given.dtype.is_integer() else f"{given.dtype}"
-        raise ScenarioError(f"dur_ns={dur_ns} gives {found}; give whole ns, 0 or more, as an integer.")
+        raise ScenarioError(f"dur_ns={_words(dur_ns)} gives {found}; give whole ns, 0 or more, as an integer.")
     return values

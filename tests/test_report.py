@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from fractions import Fraction
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import lumos_nb as ln
 from lumos_nb import report as reports
 from lumos_nb.critical_path import Result, replay
-from lumos_nb.errors import LumosError
+from lumos_nb.errors import LumosError, ScenarioError
 from lumos_nb.evaluate import mechanistic
 from lumos_nb.findings import evidence_shares, exposed_communication, parts_by_rank, path_by_name, waits_for
 from lumos_nb.graph import Graph, Recording, build_graph
@@ -299,3 +300,10 @@ def test_a_partial_capture_says_what_the_absent_ranks_may_change(tmp_path):
     text = str(step_report(ln.load_run(tmp_path, cache=False), predict=0))
     assert "6 of 20 ranks, what the others did is estimated" in text
     assert " ranks without a trace it takes " in " ".join(text.split())
+
+
+def test_scales_of_a_report_that_cannot_be_are_named(run) -> None:
+    for scales in ({"cpu": 10**400}, {"cpu": "2"}, {"cpu": True}):
+        with pytest.raises(ScenarioError, match="the scale of 'cpu' is"):
+            step_report(run, 5, predict=0, scales=scales)  # type: ignore[arg-type]
+    assert "cpu × 0.5, comm × 1" in str(step_report(run, 5, predict=0, scales={"cpu": Fraction(1, 2), "comm": None}))

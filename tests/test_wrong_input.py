@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,19 @@ ODD_EDITS: dict[str, Callable[[Graph], object]] = {
     "latency_ns=9223372036854775807": lambda g: ln.whatif.network(g, COMM, latency_ns=2**63 - 1),
     "latency_ns=1.5": lambda g: ln.whatif.network(g, COMM, latency_ns=1.5),  # type: ignore[arg-type]
     "bandwidth_factor='2'": lambda g: ln.whatif.network(g, COMM, bandwidth_factor="2"),  # type: ignore[arg-type]
+    "bandwidth_factor=True": lambda g: ln.whatif.network(g, COMM, bandwidth_factor=True),
+    "bandwidth_factor=1000": lambda g: ln.whatif.network(g, COMM, bandwidth_factor=10**400),
+    "latency_ns=True": lambda g: ln.whatif.network(g, COMM, latency_ns=True),
+    "latency_ns=a number of": lambda g: ln.whatif.network(g, COMM, latency_ns=10**5000),
+    "1000000000": lambda g: ln.whatif.insert(g, pl.lit(True), "n", 10**400, kind="cpu"),
+    "a number of thousands of digits cannot be evaluated": lambda g: ln.whatif.insert(
+        g, pl.lit(True), "n", 10**5000, kind="cpu"
+    ),
+    "Decimal('NaN')": lambda g: ln.whatif.insert(g, pl.lit(True), "n", Decimal("NaN"), kind="cpu"),  # type: ignore[arg-type]
+    "by=a number of thousands": lambda g: ln.whatif.fuse(g, pl.lit(True), "n", by=10**5000),
     "name=5": lambda g: ln.whatif.insert(g, pl.lit(True), 5, 1, kind="cpu"),  # type: ignore[arg-type]
     "lane='gpu99999999999:1'": lambda g: ln.whatif.insert(g, pl.lit(True), "n", 1, kind="cpu", lane="gpu99999999999:1"),
-    "cannot be evaluated": lambda g: ln.whatif.scale(g, pl.lit(True), object()),  # type: ignore[arg-type]
+    "by=<object": lambda g: ln.whatif.scale(g, pl.lit(True), object()),  # type: ignore[arg-type]
     "it gives Struct": lambda g: ln.whatif.scale(g, pl.lit(True), pl.struct("rank")),
     "or dur_ns, which may be": lambda g: ln.whatif.fuse(g, pl.lit(True), "n", by=pl.lit(1)),  # type: ignore[arg-type]
     "resources=5": lambda g: ln.simulate(g, 5),  # type: ignore[arg-type]
@@ -110,8 +121,8 @@ def test_what_a_pandas_table_of_scenarios_lacks_is_not_scaled(graph: Graph) -> N
 
 @pytest.mark.parametrize(
     "scenarios",
-    [{"kernel": 0.5}, "kernel", 5, [[1]], iter([{}])],
-    ids=["mapping", "text", "number", "lists", "iterator"],
+    [{"kernel": 0.5}, "kernel", "", b"", 5, [[1]], iter([{}])],
+    ids=["mapping", "text", "no text", "no bytes", "number", "lists", "iterator"],
 )
 def test_scenarios_that_are_no_table_are_refused(graph: Graph, scenarios: Any) -> None:
     with pytest.raises(ScenarioError, match="give a list of mappings from class to scale, or a dataframe"):
