@@ -39,7 +39,7 @@ from benchmarks.here import prices
 from benchmarks.rows import ACCURACY, Row, record
 from datasets import dlrm
 from lumos_nb.costs.calibration import Calibration
-from lumos_nb.costs.embeddings import LookupModel
+from lumos_nb.costs.lookups import LookupModel
 from lumos_nb.costs.work import with_work
 from lumos_nb.embedding_tables import BINS, complete_tables, reuse_factor
 from lumos_nb.errors import CalibrationError

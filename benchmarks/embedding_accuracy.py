@@ -26,7 +26,8 @@ from lumos_nb import datasets
 from lumos_nb.config import Gpu, read_sheet
 from lumos_nb.costs.embedding_net import LookupNet
 from lumos_nb.costs.embedding_samples import PASSES, call_sums, call_times, checked_samples, per_call, unseen_times
-from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
+from lumos_nb.costs.embeddings import PhysicalLookup
+from lumos_nb.costs.lookups import LookupModel
 from lumos_nb.embedding_tables import Floats
 
 LINE, INDEX_BYTES = 64, 8

@@ -20,8 +20,9 @@ import lumos_nb as ln
 from benchmarks.machine import record
 from datasets import gpt
 from lumos_nb.costs.calibration import Calibration, load_calibration
-from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
+from lumos_nb.costs.embeddings import PhysicalLookup
 from lumos_nb.costs.host import host_parts
+from lumos_nb.costs.lookups import LookupModel
 from lumos_nb.errors import CalibrationError
 from lumos_nb.graph import Recording, build_graph
 from lumos_nb.traces.run import load_run

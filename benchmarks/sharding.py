@@ -38,7 +38,8 @@ from lumos_nb.config import Gpu, read_sheet
 from lumos_nb.costs.calibration import load_calibration
 from lumos_nb.costs.embedding_net import LookupNet
 from lumos_nb.costs.embedding_samples import call_times, checked_samples, median_errors, predicted_times
-from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
+from lumos_nb.costs.embeddings import PhysicalLookup
+from lumos_nb.costs.lookups import LookupModel
 from lumos_nb.errors import LayoutError
 from lumos_nb.executors import spread
 from lumos_nb.layout import Cluster

@@ -79,7 +79,7 @@ REFERENCE = {
         *("workloads.llm.structure", "workloads.llm.rewriting", "workloads.llm.table_rows"),
     ),
     "Recommendation models": (
-        *("embedding_tables", "costs.embeddings", "costs.embedding_net", "workloads.dlrm.model"),
+        *("embedding_tables", "costs.lookups", "costs.embeddings", "costs.embedding_net", "workloads.dlrm.model"),
         *("workloads.dlrm.estimates", "workloads.dlrm.plan", "workloads.dlrm.sharding"),
         *("workloads.dlrm.sharding_costs", "workloads.dlrm.pretraining", "workloads.dlrm.rescaling"),
         "workloads.dlrm.table_rows",

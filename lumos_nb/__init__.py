@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from lumos_nb.costs.calibration import load_calibration as load_calibration
     from lumos_nb.costs.embedding_net import LookupNet as LookupNet
     from lumos_nb.costs.embeddings import PhysicalLookup as PhysicalLookup
-    from lumos_nb.costs.embeddings import lookup_us as lookup_us
     from lumos_nb.costs.fitting import calibrate as calibrate
     from lumos_nb.costs.host import overheads as overheads
+    from lumos_nb.costs.lookups import lookup_us as lookup_us
     from lumos_nb.costs.samples import kernel_samples as kernel_samples
     from lumos_nb.critical_path import Result as Result
     from lumos_nb.critical_path import replay as replay
@@ -131,7 +131,8 @@ _MODULES = {
     "lumos_nb.workloads.dlrm.sharding_costs": ("ShardingCosts",),
     "lumos_nb.costs.calibration": ("Calibration", "load_calibration"),
     "lumos_nb.costs.embedding_net": ("LookupNet",),
-    "lumos_nb.costs.embeddings": ("PhysicalLookup", "lookup_us"),
+    "lumos_nb.costs.embeddings": ("PhysicalLookup",),
+    "lumos_nb.costs.lookups": ("lookup_us",),
     "lumos_nb.embedding_tables": ("complete_tables", "reuse_factor"),
     "lumos_nb.costs.fitting": ("calibrate",),
     "lumos_nb.costs.host": ("overheads",),

@@ -16,7 +16,8 @@ from lumos_nb.costs import embedding_net
 from lumos_nb.costs.embedding_net import LookupNet
 from lumos_nb.costs.embedding_reuse import in_units, misses, new_rows, reuse
 from lumos_nb.costs.embedding_samples import call_times, median_errors, predicted_times, unseen_times
-from lumos_nb.costs.embeddings import PhysicalLookup, costs_named, lookup_us, parts_named
+from lumos_nb.costs.embeddings import PhysicalLookup, costs_named, parts_named
+from lumos_nb.costs.lookups import lookup_us
 from lumos_nb.embedding_tables import BINS, complete_tables, reuse_factor, uniform_indices, zipf_indices
 from lumos_nb.errors import CalibrationError, InputError, LayoutError, SchemaError
 

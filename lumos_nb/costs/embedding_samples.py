@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
+from lumos_nb.costs.lookups import LookupModel
 from lumos_nb.embedding_tables import EMBEDDING_TABLES, Floats
 from lumos_nb.errors import CalibrationError
 from lumos_nb.schema import TableSchema
-
-if TYPE_CHECKING:
-    from lumos_nb.costs.embeddings import LookupModel
 
 PASSES = ("forward", "backward")
 LOOKUPS = TableSchema(

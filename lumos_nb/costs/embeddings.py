@@ -1,7 +1,4 @@
-"""What lookups in embedding tables take, forward and backward: the interface of all models, and the physical one.
-
-A model describes every table of a frame by parts that add up over the tables of a fused call, and gives microseconds of
-such sums. So a search over placements prices tables once, and then adds.
+"""What lookups in embedding tables take by the traffic that they cause.
 
 `PhysicalLookup` counts cache lines: those that a lookup reads, and those that caches miss (`embedding_reuse`). On a GPU
 tables whose samples run at once share the cache, as in Lin et al., "Building a Performance Model for Deep Learning
@@ -12,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -23,70 +19,10 @@ from lumos_nb.config import Gpu
 from lumos_nb.costs.embedding_reuse import in_units, misses, new_rows, reuse
 from lumos_nb.costs.embedding_samples import call_sums, call_times, checked_samples, median_errors, unseen_times
 from lumos_nb.display import Shown
-from lumos_nb.embedding_tables import Floats, complete_tables
-from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, LayoutError, named
+from lumos_nb.embedding_tables import Floats
+from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, named
 from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.whole_files import whole
-
-
-class LookupModel(Protocol):
-    """What prices lookups: `batch` is the samples of one call on one device."""
-
-    def parts(self, tables: pl.DataFrame, batch: int) -> Floats:
-        """What adds up over tables: (n, k), a row a table of a complete frame."""
-        ...
-
-    def of_sums(self, sums: Floats) -> Floats:
-        """Forward and backward (with the optimizer) microseconds of calls on sets of tables, from sums of parts.
-
-        (m, k) -> (m, 2).
-        """
-        ...
-
-
-def lookup_us(model: LookupModel, tables: pl.DataFrame, batch: int, sets: Sequence[Sequence[int]]) -> Floats:
-    """Forward and backward microseconds of one fused call on each set of tables: (m, 2).
-
-    Parameters
-    ----------
-    model
-        Any with `parts` and `of_sums`.
-    tables, batch
-        A frame of embedding tables (`complete_tables`), and the samples of a call.
-    sets
-        Positions of the tables of each call; of an empty set no call is made: zeros.
-
-    Raises
-    ------
-    LayoutError
-        There are no samples, a position is not in the frame, or a table cannot be.
-
-    Examples
-    --------
-    >>> from lumos_nb.config import find_gpu
-    >>> model = PhysicalLookup.of_sheet(find_gpu("A100-SXM-80GB"))
-    >>> tables = pl.DataFrame({"rows": [10**6, 10**3], "dim": [64, 64], "pooling": [20.0, 20.0]})
-    >>> lookup_us(model, tables, 65536, [[0], [1], [0, 1], []])[:, 0].astype(int).tolist()
-    [228, 87, 310, 0]
-    """
-    sums = summed(model.parts(complete_tables(tables), checked_batch(batch)), sets)
-    called = np.array([len(one) > 0 for one in sets], dtype=bool)
-    return np.where(called[:, None], model.of_sums(sums), 0.0)
-
-
-def summed(parts: Floats, sets: Sequence[Sequence[int]]) -> Floats:
-    """Sums of parts over the tables of each set: (n, k) -> (m, k)."""
-    for number, one in enumerate(sets):
-        if any(not 0 <= table < len(parts) for table in one):
-            raise LayoutError(f"set {number} is {list(one)}; there are {len(parts)} tables, counted from 0.")
-    return np.stack([parts[list(one)].sum(axis=0) for one in sets]) if sets else np.zeros((0, parts.shape[1]))
-
-
-def checked_batch(batch: int) -> int:
-    """The samples of a call, if there are any."""
-    if not batch >= 1:
-        raise LayoutError(f"a call of {batch} samples looks up nothing; give the samples a device has, 1 or more.")
-    return batch
 
 
 class Cache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

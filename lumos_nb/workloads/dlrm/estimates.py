@@ -8,8 +8,9 @@ from functools import cached_property
 import polars as pl
 
 from lumos_nb.costs.calibration import Calibration
-from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
+from lumos_nb.costs.embeddings import PhysicalLookup
 from lumos_nb.costs.host import Overheads
+from lumos_nb.costs.lookups import LookupModel
 from lumos_nb.display import format_ns
 from lumos_nb.errors import InputError, LayoutError, require_kinds, shown
 from lumos_nb.layout import Cluster

@@ -18,7 +18,8 @@ import polars as pl
 from lumos_nb.costs.collectives import CollectiveModel
 from lumos_nb.costs.embedding_net import Features, LookupNet
 from lumos_nb.costs.embedding_samples import LOOKUPS, call_times, checked_samples, predicted_times
-from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup, lookup_us
+from lumos_nb.costs.embeddings import PhysicalLookup
+from lumos_nb.costs.lookups import LookupModel, lookup_us
 from lumos_nb.costs.networks import arrays_of
 from lumos_nb.embedding_tables import complete_tables
 from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, folder_for, named

@@ -15,7 +15,8 @@ import polars as pl
 
 from lumos_nb.config import Gpu
 from lumos_nb.costs.calibration import Calibration
-from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup, lookup_us
+from lumos_nb.costs.embeddings import PhysicalLookup
+from lumos_nb.costs.lookups import LookupModel, lookup_us
 from lumos_nb.embedding_tables import complete_tables
 from lumos_nb.errors import InputError
 from lumos_nb.graph import Graph

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lumos_nb.costs.calibration import Calibration, load_calibration
 from lumos_nb.costs.collective_tiers import REQUEST
 from lumos_nb.costs.collectives import CollectiveModel
-from lumos_nb.costs.embeddings import LookupModel
+from lumos_nb.costs.lookups import LookupModel
 from lumos_nb.display import Shown
 from lumos_nb.errors import CalibrationError, InputError, LayoutError, require_kinds, require_whole, shown
 from lumos_nb.layout import Cluster

@@ -13,8 +13,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.costs.calibration import Calibration
-from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup, lookup_us
+from lumos_nb.costs.embeddings import PhysicalLookup
 from lumos_nb.costs.host import Overheads
+from lumos_nb.costs.lookups import LookupModel, lookup_us
 from lumos_nb.errors import CalibrationError, LayoutError
 from lumos_nb.layout import SIZE_OF, Cluster
 from lumos_nb.workloads.dlrm.model import DlrmTraining

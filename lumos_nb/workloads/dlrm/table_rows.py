@@ -14,7 +14,8 @@ import polars as pl
 
 from lumos_nb import datasets
 from lumos_nb.costs.calibration import Calibration
-from lumos_nb.costs.embeddings import LookupModel, PhysicalLookup
+from lumos_nb.costs.embeddings import PhysicalLookup
+from lumos_nb.costs.lookups import LookupModel
 from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.workloads.dlrm.estimates import DlrmEstimate, estimate_dlrm
 from lumos_nb.workloads.dlrm.model import Dlrm, DlrmTraining

@@ -1,0 +1,77 @@
+"""What lookups in embedding tables take, forward and backward: the interface of all models.
+
+A model describes every table of a frame by parts that add up over the tables of a fused call, and gives microseconds of
+such sums. So a search over placements prices tables once, and then adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import polars as pl
+
+from lumos_nb.embedding_tables import Floats, complete_tables
+from lumos_nb.errors import LayoutError
+
+
+class LookupModel(Protocol):
+    """What prices lookups: `batch` is the samples of one call on one device."""
+
+    def parts(self, tables: pl.DataFrame, batch: int) -> Floats:
+        """What adds up over tables: (n, k), a row a table of a complete frame."""
+        ...
+
+    def of_sums(self, sums: Floats) -> Floats:
+        """Forward and backward (with the optimizer) microseconds of calls on sets of tables, from sums of parts.
+
+        (m, k) -> (m, 2).
+        """
+        ...
+
+
+def lookup_us(model: LookupModel, tables: pl.DataFrame, batch: int, sets: Sequence[Sequence[int]]) -> Floats:
+    """Forward and backward microseconds of one fused call on each set of tables: (m, 2).
+
+    Parameters
+    ----------
+    model
+        Any with `parts` and `of_sums`.
+    tables, batch
+        A frame of embedding tables (`complete_tables`), and the samples of a call.
+    sets
+        Positions of the tables of each call; of an empty set no call is made: zeros.
+
+    Raises
+    ------
+    LayoutError
+        There are no samples, a position is not in the frame, or a table cannot be.
+
+    Examples
+    --------
+    >>> from lumos_nb.config import find_gpu
+    >>> from lumos_nb.costs.embeddings import PhysicalLookup
+    >>> model = PhysicalLookup.of_sheet(find_gpu("A100-SXM-80GB"))
+    >>> tables = pl.DataFrame({"rows": [10**6, 10**3], "dim": [64, 64], "pooling": [20.0, 20.0]})
+    >>> lookup_us(model, tables, 65536, [[0], [1], [0, 1], []])[:, 0].astype(int).tolist()
+    [228, 87, 310, 0]
+    """
+    sums = _summed(model.parts(complete_tables(tables), _checked_batch(batch)), sets)
+    called = np.array([len(one) > 0 for one in sets], dtype=bool)
+    return np.where(called[:, None], model.of_sums(sums), 0.0)
+
+
+def _summed(parts: Floats, sets: Sequence[Sequence[int]]) -> Floats:
+    """Sums of parts over the tables of each set: (n, k) -> (m, k)."""
+    for number, one in enumerate(sets):
+        if any(not 0 <= table < len(parts) for table in one):
+            raise LayoutError(f"set {number} is {list(one)}; there are {len(parts)} tables, counted from 0.")
+    return np.stack([parts[list(one)].sum(axis=0) for one in sets]) if sets else np.zeros((0, parts.shape[1]))
+
+
+def _checked_batch(batch: int) -> int:
+    """The samples of a call, if there are any."""
+    if not batch >= 1:
+        raise LayoutError(f"a call of {batch} samples looks up nothing; give the samples a device has, 1 or more.")
+    return batch
