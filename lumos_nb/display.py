@@ -28,6 +28,11 @@ def format_bytes(size_bytes: float) -> str:
     return _scaled(size_bytes, _SIZE)
 
 
+def how_many(count: int, what: str) -> str:
+    """A number of things: `(1, "rank")` is `"1 rank"`, `(1000, "op")` is `"1,000 ops"`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def format_share(share: float) -> str:
     """A fraction as a percentage with one decimal: `0.1234` is `"12.3 %"`."""
     return f"{round(100 * share, 1) + 0.0:.1f} %"  # plus zero: what rounds to nothing has no sign
@@ -151,5 +156,5 @@ def _cells(frame: pl.DataFrame, max_rows: int) -> tuple[list[str], list[list[str
         for row in frame.head(max_rows).iter_rows()
     ]
     left = frame.height - max_rows
-    more = f"… {left:,} more row{'s' if left > 1 else ''}" if left > 0 else ""
+    more = f"… {how_many(left, 'more row')}" if left > 0 else ""
     return heads, rows, numeric, more

@@ -21,7 +21,7 @@ from lumos_nb._job_files import EDGES_TO_RANK, Files, Times, write_rank
 from lumos_nb._replay_kernels import last_ops
 from lumos_nb._replay_plan import rows_of_ends
 from lumos_nb.critical_path import composition_of, path_of, slack_of, step_bounds
-from lumos_nb.display import Shown, format_ns
+from lumos_nb.display import Shown, format_ns, how_many
 from lumos_nb.errors import GraphError, RunError, named
 from lumos_nb.executors import spread
 from lumos_nb.graph import Graph
@@ -49,8 +49,8 @@ class Job(Shown):
         return [(self._caption(), self.ranks)]
 
     def _caption(self) -> str:
-        ops, edges = self.ranks["ops"].sum(), self.ranks["edges"].sum()
-        return f"Job of {len(self.ranks):,} ranks: {ops:,} ops, {edges:,} edges, in {self.files.folder} (see .replay())"
+        ops, edges = (f"{self.ranks[what].sum():,} {what}" for what in ("ops", "edges"))
+        return f"Job of {how_many(len(self.ranks), 'rank')}: {ops}, {edges}, in {self.files.folder} (see .replay())"
 
     @property
     def ranks(self) -> pl.DataFrame:
@@ -143,7 +143,7 @@ class ReplayedJob(Shown):
         return [(self._caption(), self.composition)]
 
     def _caption(self) -> str:
-        on = f"{len(self.job.ranks):,} ranks"
+        on = how_many(len(self.job.ranks), "rank")
         return f"Step of {format_ns(self.step_ns)} on {on}: its critical path, {len(self.path):,} ops"
 
     def ops_of(self, rank: int) -> pl.DataFrame:

@@ -13,7 +13,7 @@ import msgspec
 import polars as pl
 
 from lumos_nb._replay_plan import LONGEST_NS
-from lumos_nb.display import format_ns, format_share
+from lumos_nb.display import format_ns, format_share, how_many
 from lumos_nb.errors import UNDECODABLE, LumosError, named, require_number
 from lumos_nb.findings import inner_steps, step_spread
 from lumos_nb.graph import Recording
@@ -72,7 +72,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", 
         return f"{format_ns(self.low_ns)} to {format_ns(self.high_ns)}"
 
     def __str__(self) -> str:
-        base = f"{self.base_steps} step{'s' if self.base_steps > 1 else ''} of the base"
+        base = f"{how_many(self.base_steps, 'step')} of the base"
         null = f"null {format_ns(self.null_ns)}, from {base}"
         return f"{self.change}: {format_ns(self.predicted_ns)} a step, {self.interval}; {null}"
 

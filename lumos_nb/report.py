@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import polars as pl
 
 from lumos_nb.critical_path import Result, replay, sweep
-from lumos_nb.display import format_ns, format_share, html_table, text_table
+from lumos_nb.display import format_ns, format_share, how_many, html_table, text_table
 from lumos_nb.errors import LumosError, named
 from lumos_nb.evaluate import mechanistic, what_ifs
 from lumos_nb.findings import (
@@ -221,7 +221,7 @@ def _named(run: Run, world_size: int) -> str:
     name = Path(files[0]).name if len(files) == 1 else Path(files[0]).absolute().parent.name
     if held < world_size:
         return f"{name}: {held} of {world_size} ranks, what the others did is estimated"
-    return f"{name}, {world_size} rank{'s' if world_size > 1 else ''}"
+    return f"{name}, {how_many(world_size, 'rank')}"
 
 
 def _steps_to_predict(recording: Recording, step: int, count: int) -> list[int]:
@@ -251,7 +251,7 @@ def _summary(times: pl.DataFrame, scored: pl.DataFrame | None, result: Result) -
 def _about_steps(recording: Recording) -> str:
     steps, median_ns, _, _, noise = step_spread(recording).row(0)
     scatter = f", which scatter by {format_share(noise)}" if noise is not None else ""
-    inner = f"Median {format_ns(median_ns)} of {steps} step{'s' if steps > 1 else ''}{scatter}"
+    inner = f"Median {format_ns(median_ns)} of {how_many(steps, 'step')}{scatter}"
     return f"{inner}. Those at an edge, where the profiler began or ended, count if there are no others."
 
 

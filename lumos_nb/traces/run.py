@@ -77,7 +77,7 @@ class Run(OnAClock):
     def _title(self) -> str:
         kept, dropped = self.ranks["kept"].sum(), self.ranks["dropped"].sum()
         n = len(self.ranks)
-        return f"Run of {n} rank{'s' if n > 1 else ''}: {kept:,} events, {dropped:,} dropped (see .report)"
+        return f"Run of {how_many(n, 'rank')}: {kept:,} events, {dropped:,} dropped (see .report)"
 
     def _overview(self) -> pl.DataFrame:
         start = self.ranks["start_ns"].min()
