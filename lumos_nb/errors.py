@@ -112,9 +112,9 @@ class BenchmarkError(LumosError):
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it: of 60 characters at most, of any number of digits."""
+    """A value as an error quotes it: a line of 60 characters at most, of any number of digits."""
     try:
-        return f"{value!r:.60}"
+        return " ".join(f"{value!r:.60}".split("\n"))  # tables and arrays are of several lines
     except ValueError:  # more digits than Python would write
         return "a number of thousands of digits"
 
