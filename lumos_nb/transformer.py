@@ -56,10 +56,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _as(self, field: str, kind: Any) -> Any:
         """The value of a field as one of its kind."""
         given = getattr(self, field)
-        plain = given.item() if hasattr(given, "dtype") else given  # a number of numpy
         try:
-            value = msgspec.convert(plain, kind)
-        except msgspec.ValidationError:
+            value = msgspec.convert(_plain(given), kind)
+        except (msgspec.ValidationError, RecursionError):
             options = " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else ""
             advice = options or _WORDS.get(kind, "what its documentation says")
             raise self.refusal(field, f"give {advice}") from None
@@ -74,7 +73,23 @@ MOST, MOST_BYTES = 2**31 - 1, 2**50
 MOST_RANKS, MOST_LAYERS, MOST_PARAMETERS = 2**20, 10**5, 2**53
 """Far beyond what there is. A float64 counts parameters one by one."""
 
-_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+
+def _plain(given: Any) -> Any:
+    """Numbers, words and sequences of numpy, polars, pandas and their like as Python's, within sequences too."""
+    if isinstance(given, list | tuple):
+        return tuple(map(_plain, given))
+    is_time = getattr(getattr(given, "dtype", None), "kind", "") in ("m", "M")  # which would become numbers
+    name = next((name for name in ("tolist", "to_list", "to_pylist") if hasattr(given, name)), None)
+    return given if name is None or is_time or isinstance(given, type) else _plain(getattr(given, name)())
+
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    tuple[int, ...]: "whole numbers",
+}
 
 
 @cache

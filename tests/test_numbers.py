@@ -13,7 +13,7 @@ import pytest
 
 import lumos_nb as ln
 from lumos_nb import charts
-from lumos_nb.errors import ABOVE_0, InputError, LumosError, require_memory, require_number, shown
+from lumos_nb.errors import ABOVE_0, InputError, LayoutError, LumosError, require_memory, require_number, shown
 from lumos_nb.graph import Graph, build_graph
 
 NO_SIZE = [10**5000, 10**400, 2**63, 10**12, True, "3", 1.5, math.nan, math.inf, -1, np.float64(4), None]
@@ -41,6 +41,53 @@ def test_a_size_that_none_can_have_is_named(field: str, value: object) -> None:
 @pytest.mark.parametrize("field", [field for field in SIZES if field not in ("Parallelism: split", "Dlrm: bottom")])
 def test_a_size_of_numpy_is_taken(field: str) -> None:
     SIZES[field](np.int32(64))
+
+
+def _sequences(*numbers: int) -> list[Any]:
+    pandas = pytest.importorskip("pandas")
+    array = np.array(numbers)
+    made = [[*numbers], array, array.astype(np.int8), pl.Series(numbers), pandas.Series(numbers), pandas.Index(numbers)]
+    return [
+        *made,
+        pandas.array(numbers, dtype="Int64"),
+        pl.Series(numbers).to_arrow(),
+        tuple(array),
+        [array[0], *numbers[1:]],
+    ]
+
+
+def test_sequences_of_any_library_are_taken_as_tuples() -> None:
+    for split in _sequences(2, 2):
+        layout = ln.Parallelism(pp=2, split=split)
+        assert layout == ln.Parallelism(pp=2, split=(2, 2))
+        assert hash(layout) == hash(ln.Parallelism(pp=2, split=(2, 2)))
+        assert ln.Parallelism.from_json(layout.to_json()) == layout
+        assert {type(size) for size in layout.split} == {int}
+    for widths in _sequences(8, 4):
+        assert ln.Dlrm(dense=8, bottom=widths, top=np.array([1])) == ln.Dlrm(dense=8, bottom=(8, 4), top=(1,))
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        np.array([2.5, 2]), np.array([[2, 2]]), np.array([True, True]), np.array(["2", "2"]), np.array(2),
+        np.array([2, 2], "m8[ns]"), pl.Series([2.0, 2.0]), pl.Series([2, None]), pl.Series(["2", "2"]), (2, None), "22",
+        b"22", (2, np.float64(2)), [np.array([2]), 2], pl.DataFrame({"a": [2, 2]}), np.ndarray,
+        [10**5000, 2], {2: 2},
+    ],
+    ids=shown,
+)  # fmt: skip
+def test_a_sequence_that_is_none_of_sizes_is_named(split: Any) -> None:
+    with pytest.raises(LayoutError, match=r"^Parallelism: split is .*; give"):
+        ln.Parallelism(pp=2, split=split)
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([2]), np.array([2, 2]), pl.Series([2, 2]), np.timedelta64(2), np.ma.masked], ids=shown
+)
+def test_a_size_that_is_a_sequence_or_a_time_is_named(value: Any) -> None:
+    with pytest.raises(LayoutError, match=r"^Parallelism: tp is .*; give a whole number"):
+        ln.Parallelism(tp=value)
 
 
 @pytest.mark.parametrize(
