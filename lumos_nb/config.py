@@ -155,7 +155,6 @@ def _files(kind: str) -> list[Path]:
     return sorted((datasets.root() / "hardware" / kind).glob("*.json"))
 
 
-@cache
 def find_gpu(name: str) -> Gpu:
     """The bundled sheet of a GPU, by its name or one of its aliases, in any case and punctuation.
 
@@ -169,12 +168,23 @@ def find_gpu(name: str) -> Gpu:
     >>> find_gpu("h100-sxm-80gb").cores
     132
     """
+    require_kinds(name=(name, str))
+    return _gpu(name)
+
+
+def find_fabric(name: str) -> Fabric:
+    """The bundled sheet of a fabric; else as `find_gpu`."""
+    require_kinds(name=(name, str))
+    return _fabric(name)
+
+
+@cache
+def _gpu(name: str) -> Gpu:
     return _found(name, gpus())
 
 
 @cache
-def find_fabric(name: str) -> Fabric:
-    """The bundled sheet of a fabric; else as `find_gpu`."""
+def _fabric(name: str) -> Fabric:
     return _found(name, fabrics())
 
 
@@ -189,7 +199,6 @@ def names_of(sheet: Sheet) -> tuple[str, ...]:
 
 
 def _found(name: str, sheets: Iterable[AnySheet]) -> AnySheet:
-    require_kinds(name=(name, str))
     known, plain = list(sheets), _plain(name)
     for sheet in known:
         if plain in map(_plain, names_of(sheet)):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import polars as pl
 
-from lumos_nb.errors import LumosError
+from lumos_nb.errors import LumosError, require_kinds, shown
 
 
 class DatasetError(LumosError, KeyError):
@@ -116,16 +116,17 @@ def path(name: str) -> Path:
     Raises
     ------
     DatasetError
-        If there is no data set of that name; it is a KeyError too.
+        If there is no data set of that name; it is a KeyError too. InputError of what is no text.
 
     Examples
     --------
     >>> len(ln.load_run(ln.datasets.path("gpt-ddp")).ranks)
     2
     """
+    require_kinds(name=(name, str))
     if name not in names():
         why = "is not in this installation" if name in DATASETS else "is no data set"
-        raise DatasetError(f"{name!r} {why}; there are: {', '.join(names()) or 'none'} (in {root()}).")
+        raise DatasetError(f"{shown(name)} {why}; there are: {', '.join(names()) or 'none'} (in {root()}).")
     return root() / DATASETS[name].file
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import ArrayLike, NDArray
 
-from lumos_nb.errors import InputError, LayoutError, SchemaError
+from lumos_nb.errors import InputError, LayoutError, SchemaError, shown
 from lumos_nb.number_formats import ELEMENT_BYTES, number_format
 from lumos_nb.schema import TableSchema
 
@@ -118,7 +118,7 @@ def _refuse(frame: pl.DataFrame, which: pl.Expr, why: str, value: str = "table")
     """Raise an error that names the first table for which an expression holds; `{}` becomes what it has."""
     if not (bad := frame.filter(which)).is_empty():
         at = frame.with_row_index("at").filter(which)["at"][0]
-        raise LayoutError(f"embedding table {bad['table'][0]!r} (row {at}) {why.format(bad[value][0])}.")
+        raise LayoutError(f"embedding table {shown(bad['table'][0])} (row {at}) {why.format(bad[value][0])}.")
 
 
 def reuse_factor(indices: ArrayLike) -> Floats:

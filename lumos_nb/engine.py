@@ -19,7 +19,7 @@ from lumos_nb._replay_plan import Plan, codes
 from lumos_nb.calls import CALL_PATTERNS, classify
 from lumos_nb.critical_path import Result, result_of
 from lumos_nb.display import format_ns
-from lumos_nb.errors import GraphError, InputError, ScenarioError
+from lumos_nb.errors import GraphError, InputError, ScenarioError, shown
 from lumos_nb.graph import Graph
 from lumos_nb.schema import EDGES, OPS, require
 
@@ -135,10 +135,10 @@ def _check(resources: object) -> None:
     """Raise InputError unless these are resources, with a sequence of pools."""
     pools: object = resources.pools if isinstance(resources, Resources) else None
     if not isinstance(pools, tuple | list):
-        raise InputError(f"resources={resources!r}: give Resources(pools=(Pool(...), ...)), or None.")
+        raise InputError(f"resources={shown(resources)}: give Resources(pools=(Pool(...), ...)), or None.")
     for pool in pools:
         if not isinstance(pool, Pool) or not isinstance(pool.in_turn, bool):
-            raise InputError(f"{pool!r} is no Pool(of=..., demand=..., in_turn=True or False).")
+            raise InputError(f"{shown(pool)} is no Pool(of=..., demand=..., in_turn=True or False).")
 
 
 @dataclass(frozen=True, slots=True)

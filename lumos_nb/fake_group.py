@@ -22,7 +22,7 @@ from unittest.mock import patch
 import polars as pl
 
 from lumos_nb.display import Shown
-from lumos_nb.errors import CaptureError
+from lumos_nb.errors import CaptureError, is_whole, shown
 from lumos_nb.labels import FUNCTIONAL_OPS, GROUP_METHODS, bytes_in, resolve_group, tensors_in
 
 C10D_OPS = {
@@ -367,9 +367,10 @@ def dry_run(
     >>> run = ln.dry_run(train_step, world_size=64, rank=3, setup=make_model)      # doctest: +SKIP
     >>> run.totals()                                                              # doctest: +SKIP
     """
-    if not all(isinstance(number, int) for number in (rank, world_size)) or not 0 <= rank < world_size:
+    if not is_whole(world_size, 1) or not is_whole(rank, 0, world_size - 1):
         raise CaptureError(
-            f"dry_run got rank={rank!r} of world_size={world_size!r}; give whole numbers, 0 <= rank < world_size."
+            f"dry_run got rank={shown(rank)} of world_size={shown(world_size)}; give whole numbers, "
+            "0 <= rank < world_size."
         )
     log = _Log()
     with ExitStack() as stack:

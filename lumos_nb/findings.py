@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from lumos_nb.critical_path import Result
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, shown
 from lumos_nb.graph import Graph, Recording
 from lumos_nb.partition import PARTS, HasOps, breakdown
 
@@ -191,7 +191,7 @@ def neighbours(result: Result, op_id: int) -> pl.DataFrame:
     """
     ops, edges = result.ops, result.graph.edges
     if ops.filter(pl.col("op_id") == op_id).is_empty():
-        raise InputError(f"step {result.graph.step} has no op {op_id!r}; take one of its ops' op_id.")
+        raise InputError(f"step {result.graph.step} has no op {shown(op_id)}; take one of its ops' op_id.")
     near = edges.filter((pl.col("src") == op_id) | (pl.col("dst") == op_id))
     ends = [ops.select(pl.col("op_id").alias(at), pl.col("start_ns").alias(f"{at}_ns"), _END.alias(f"{at}_end_ns"))
             for at in ("src", "dst")]  # fmt: skip
@@ -239,7 +239,7 @@ def op_at(result: Result, rank: int, lane: str, window_ns: tuple[int, int]) -> i
     begin_ns, end_ns = (at + (result.ops["start_ns"].min() or 0) for at in window_ns)  # type: ignore[operator]
     on_lane = result.ops.filter(pl.col("rank") == rank, pl.col("lane") == lane)
     if on_lane.is_empty():
-        raise InputError(f"rank {rank} has no lane {lane!r} with an op.")
+        raise InputError(f"rank {rank} has no lane {shown(lane)} with an op.")
     shared = pl.min_horizontal(_END, pl.lit(end_ns)) - pl.max_horizontal("start_ns", pl.lit(begin_ns))
     nearest = on_lane.sort(shared.clip(0), (pl.col("start_ns") - begin_ns).abs(), descending=[True, False])
     return int(nearest["op_id"][0])

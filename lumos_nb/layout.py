@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lumos_nb.config import Fabric, Gpu, find_fabric, find_gpu
-from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.errors import InputError, LayoutError, require_kinds, shown
 from lumos_nb.transformer import MOST_RANKS, Spec
 from lumos_nb.transformer import Transformer as Transformer
 
@@ -124,8 +124,9 @@ class Parallelism(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
         InputError
             There is no such kind.
         """
+        require_kinds(group=(group, str))
         if group not in GROUPS:
-            raise InputError(f"no group is called {group!r}; there are: {', '.join(GROUPS)}.")
+            raise InputError(f"no group is called {shown(group)}; there are: {', '.join(GROUPS)}.")
         ranks = np.arange(self.world)
         if group in ("ep", "etp", "edp"):
             experts = ranks.reshape(self.pp, -1, self.ep, self.expert_tp)

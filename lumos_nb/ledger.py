@@ -14,7 +14,7 @@ import polars as pl
 
 from lumos_nb._replay_plan import LONGEST_NS
 from lumos_nb.display import format_ns, format_share, how_many
-from lumos_nb.errors import UNDECODABLE, LumosError, named, require_number
+from lumos_nb.errors import UNDECODABLE, LumosError, named, require_number, shown
 from lumos_nb.findings import inner_steps, step_spread
 from lumos_nb.graph import Recording
 from lumos_nb.schema import require
@@ -158,7 +158,7 @@ def save_prediction(
     require(run, "events")
     require_number(0, times=times, model_error=model_error)
     if not isinstance(change, str):
-        raise LumosError(f"change is {change!r}; say in words what will be changed.")
+        raise LumosError(f"change is {shown(change)}; say in words what will be changed.")
     steps, median_ns, least_ns, most_ns, _ = step_spread(recording or Recording.of(run)).row(0)
     if max(times, model_error) > _MOST or times * most_ns * (1 + model_error) >= LONGEST_NS:
         raise LumosError("times and model_error predict steps of over a century: give multiples of the base's steps.")

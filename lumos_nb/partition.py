@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.errors import GraphError, LumosError, SchemaError
+from lumos_nb.errors import GraphError, LumosError, SchemaError, require_kinds, shown
 from lumos_nb.graph import Recording, build_graph
 from lumos_nb.schema import OPS, require
 from lumos_nb.traces.run import Run
@@ -94,8 +94,9 @@ def breakdown_of(
     ops: pl.DataFrame, by: str, *, last_step: int | None = None, begin_ns: int | None = None
 ) -> pl.DataFrame:
     """`breakdown` of an op table; of some ranks' alone with the last step and the first start (ns) of all ranks."""
+    require_kinds(by=(by, str))
     if by not in ops.columns:
-        raise SchemaError(f"op table lacks the column {by!r} to break down by; it has {', '.join(ops.columns)}.")
+        raise SchemaError(f"op table lacks the column {shown(by)} to break down by; it has {', '.join(ops.columns)}.")
     pieces = _attributed(ops, last_step, begin_ns)
     if by == "rank":
         keys = ["rank", "part"]
@@ -128,7 +129,9 @@ def activity(source: HasOps | Run, *, bin_ns: int = 1_000_000) -> pl.DataFrame:
         (transfers), wait (a collective holds its stream while it waits for peers), copy, and any (one or more of them).
     """
     if type(bin_ns) is not int or not 1 <= bin_ns < 2**62:
-        raise LumosError(f"bin_ns is {bin_ns!r}; give whole ns, 1 or more. The default, 1_000_000, is a millisecond.")
+        raise LumosError(
+            f"bin_ns is {shown(bin_ns)}; give whole ns, 1 or more. The default, 1_000_000, is a millisecond."
+        )
     ops = _numbered(_step_of(source).ops)
     intervals = _intervals(ops)
     claims = _claims(ops, intervals)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lumos_nb._replay_kernels import Int64s, last_ops
 from lumos_nb._replay_plan import Plan
 from lumos_nb.display import format_ns
-from lumos_nb.errors import InputError, require_whole
+from lumos_nb.errors import InputError, require_whole, shown
 from lumos_nb.evaluate import chosen_steps, leave_one_out
 from lumos_nb.graph import Graph, Recording
 from lumos_nb.lanes import lacks_ranks
@@ -91,7 +91,9 @@ def jitter(
 
 def _check(level: object, draws: object, seed: object) -> None:
     if not isinstance(level, int | float) or not 0 < level < 1:
-        raise InputError(f"level is the share of steps that the interval is to hold, between 0 and 1, not {level!r}.")
+        raise InputError(
+            f"level is the share of steps that the interval is to hold, between 0 and 1, not {shown(level)}."
+        )
     require_whole(1, draws=draws)
     require_whole(0, seed=seed)
 

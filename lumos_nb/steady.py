@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from lumos_nb.errors import GraphError, SchemaError, require_memory
+from lumos_nb.errors import GraphError, SchemaError, is_whole, require_memory, shown
 from lumos_nb.graph import KEPT, Graph
 from lumos_nb.rules import QUEUE
 from lumos_nb.schema import DEVICE_KINDS, EDGES, OPS, require
@@ -36,8 +36,9 @@ def repeat(graph: Graph, times: int = 4) -> Graph:
     --------
     >>> replay(repeat(build_graph(run))).step_ns
     """
-    if type(times) is not int or times < 2:
-        raise GraphError(f"a steady state needs a whole number of at least 2 repetitions, not {times!r}.")
+    if not is_whole(times, 2):
+        raise GraphError(f"a steady state needs a whole number of at least 2 repetitions, not {shown(times)}.")
+    times = int(times)
     require(graph, "edges")
     EDGES.check(graph.edges)
     if missing := [column for column in KEPT if column not in OPS.check(graph.ops).columns]:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import polars as pl
 
-from lumos_nb.errors import GraphError, shown
+from lumos_nb.errors import GraphError, is_number, shown
 from lumos_nb.lanes import ON_STREAM
 
 
@@ -75,9 +75,10 @@ class StepTimes:
     def known(self, step: object) -> int:
         """As `Recording.known_step`."""
         known: list[int] = self.measured["step"].to_list()
-        if isinstance(step, bool) or step not in known:
-            what = f"step {shown(step)} is not in the recording or has no known beginning"
-            raise GraphError(f"{what}; choose one of {known}.")
+        if not is_number(step) or step not in known:
+            raise GraphError(
+                f"step {shown(step)} is not in the recording or has no known beginning; choose one of {known}."
+            )
         return known[known.index(step)]
 
     def default(self) -> int:

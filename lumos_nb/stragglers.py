@@ -15,7 +15,7 @@ from lumos_nb._replay_kernels import Int32s
 from lumos_nb._replay_plan import Plan
 from lumos_nb.clocks import MESSAGES
 from lumos_nb.critical_path import Result
-from lumos_nb.errors import InputError, ScenarioError, SchemaError
+from lumos_nb.errors import InputError, ScenarioError, SchemaError, shown
 from lumos_nb.graph import Graph
 from lumos_nb.schema import require
 
@@ -57,7 +57,7 @@ def without_stragglers(
     """
     require(graph, "edges")
     if statistic not in ("median", "mean"):
-        raise ScenarioError(f"statistic={statistic!r}: choose 'median' or 'mean'.")
+        raise ScenarioError(f"statistic={shown(statistic)}: choose 'median' or 'mean'.")
     work = _replicated(graph, replicas)
     if missing := [key for key in SAME_ON_REPLICAS if key not in graph.ops.columns]:
         raise SchemaError(f"op table lacks column(s) {', '.join(missing)}, which build_graph gives.")
@@ -87,7 +87,7 @@ def _checked(replicas: object, ranks: Sequence[int]) -> list[list[int]]:
     try:
         groups = [list(map(index, group)) for group in replicas]  # type: ignore[attr-defined]
     except TypeError as error:
-        raise InputError(f"replicas={replicas!r}: give groups of ranks, such as [[0, 1], [2, 3]].") from error
+        raise InputError(f"replicas={shown(replicas)}: give groups of ranks, such as [[0, 1], [2, 3]].") from error
     counted = Counter(rank for group in groups for rank in group)
     if wrong := sorted(rank for rank, count in counted.items() if count > 1 or rank not in ranks):
         raise ScenarioError(f"replicas hold rank {wrong[0]}, which the graph lacks or which is in them twice.")
@@ -144,7 +144,9 @@ def with_pooled_durations(graph: Graph, over: Iterable[Graph]) -> Graph:
     )
     ops = graph.ops.join(pool, on=["kind", "name"], how="left", maintain_order="left")
     if lacking := ops.filter(pl.col("pooled_ns").is_null())["name"].unique().sort().to_list():
-        raise ScenarioError(f"the graphs to pool over have no op {lacking[0]!r}; the graph itself must be among them.")
+        raise ScenarioError(
+            f"the graphs to pool over have no op {shown(lacking[0])}; the graph itself must be among them."
+        )
     own = ~pl.col("kind").is_in(["boundary", "join"])
     dur_ns = pl.when(gap).then(0).when(own).then("pooled_ns").otherwise("dur_ns").round().cast(pl.Int64)
     return replace(graph, ops=ops.with_columns(dur_ns=dur_ns).drop("pooled_ns"))
@@ -180,7 +182,7 @@ def waiting_caused(result: Result, *, by: str | Sequence[str] = "rank") -> pl.Da
         raise InputError(f"this takes a Result: replay(graph) gives one; it was given a {type(result).__name__}.")
     keys = [by] if isinstance(by, str) else _listed(by)
     if not keys or len({*map(str, keys)}) < len(keys) or not all(isinstance(key, str) for key in keys):
-        raise InputError(f"by={by!r}: give one or more columns of the op table, each once.")
+        raise InputError(f"by={shown(by)}: give one or more columns of the op table, each once.")
     if missing := [key for key in keys if key not in result.ops.columns]:
         raise SchemaError(f"op table lacks the column(s) {', '.join(missing)}; it has {', '.join(result.ops.columns)}.")
     waits = _Waits.of(result.graph)

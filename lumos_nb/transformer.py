@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_typ
 
 import msgspec
 
-from lumos_nb.errors import UNDECODABLE, InputError, LayoutError, shown
+from lumos_nb.errors import UNDECODABLE, InputError, LayoutError, require_kinds, shown
 
 Split = Literal["out", "in", "none"]
 """How tensor parallelism cuts a matrix: by its outputs (column parallel), by its inputs (row parallel), not at all."""
@@ -57,8 +57,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The value of a field as one of its kind."""
         given = getattr(self, field)
         try:
-            value = msgspec.convert(_plain(given), kind)
-        except (msgspec.ValidationError, RecursionError):
+            value = msgspec.convert(plain(given), kind)
+        except (msgspec.ValidationError, RecursionError, ValueError):  # the last of ints of thousands of digits
             options = " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else ""
             advice = options or _WORDS.get(kind, "what its documentation says")
             raise self.refusal(field, f"give {advice}") from None
@@ -74,13 +74,13 @@ MOST_RANKS, MOST_LAYERS, MOST_PARAMETERS = 2**20, 10**5, 2**53
 """Far beyond what there is. A float64 counts parameters one by one."""
 
 
-def _plain(given: Any) -> Any:
+def plain(given: Any) -> Any:
     """Numbers, words and sequences of numpy, polars, pandas and their like as Python's, within sequences too."""
     if isinstance(given, list | tuple):
-        return tuple(map(_plain, given))
+        return tuple(map(plain, given))
     is_time = getattr(getattr(given, "dtype", None), "kind", "") in ("m", "M")  # which would become numbers
     name = next((name for name in ("tolist", "to_list", "to_pylist") if hasattr(given, name)), None)
-    return given if name is None or is_time or isinstance(given, type) else _plain(getattr(given, name)())
+    return given if name is None or is_time or isinstance(given, type) else plain(getattr(given, name)())
 
 
 _WORDS = {
@@ -259,9 +259,12 @@ class Transformer(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
         InputError
             None is called so; the message lists the names.
         """
-        if model := models().get(str(name).lower()):
+        require_kinds(name=(name, str))
+        if model := models().get(name.lower()):
             return model
-        raise InputError(f"no model is called {name!r}; there are: {', '.join(models())}. Make your own: Transformer.")
+        raise InputError(
+            f"no model is called {shown(name)}; there are: {', '.join(models())}. Make your own: Transformer."
+        )
 
     @property
     def keys(self) -> int:

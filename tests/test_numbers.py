@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import lumos_nb as ln
 from lumos_nb import charts
 from lumos_nb.errors import ABOVE_0, InputError, LayoutError, LumosError, require_memory, require_number, shown
 from lumos_nb.graph import Graph, build_graph
+from lumos_nb.workloads.llm.schedule import schedule
 
 NO_SIZE = [10**5000, 10**400, 2**63, 10**12, True, "3", 1.5, math.nan, math.inf, -1, np.float64(4), None]
 
@@ -164,3 +166,54 @@ def test_a_size_of_a_chart_that_is_none_is_named(name: str, value: object) -> No
     for size in CHARTS[name]:
         with pytest.raises(InputError, match=f"{size}=.*give a whole number from 1 to 10,000,000"):
             chart(*given, **{size: value})
+
+
+LLM = {
+    "model": ln.Transformer.named("llama-3-8b"),
+    "cluster": ln.Cluster(gpu="H100-SXM-80GB", nodes=1, inside="NVLink4 NVSwitch"),
+    "train": ln.Training(micro_batch=1, global_batch=8, seq=8192),
+}
+TABLES = pl.DataFrame({"rows": [10**4, 10**3], "dim": [64, 64], "pooling": [20.0, 1.0]})
+ARGUMENTS: dict[str, Callable[[Any, Graph], object]] = {
+    "repeat: times": lambda x, graph: ln.repeat(graph, x),
+    "sweep: block": lambda x, graph: ln.sweep(graph, [{}], block=x),
+    "search: gpus": lambda x, _: ln.search(**LLM, gpus=x),
+    "search: keep": lambda x, _: ln.search(**LLM, keep=x),
+    "search: spare": lambda x, _: ln.search(**LLM, keep=0, spare=x),
+    "search: micro_batch": lambda x, _: ln.search(**LLM, keep=0, micro_batch=x),
+    "search: zero": lambda x, _: ln.search(**LLM, keep=0, zero=x),
+    "search: schedule": lambda x, _: ln.search(**LLM, keep=0, schedule=x),
+    "DlrmTraining: comm_streams": lambda x, _: ln.DlrmTraining(global_batch=8, comm_streams=x),
+    "Transformer.named": lambda x, _: ln.Transformer.named(x),
+    "Parallelism.groups": lambda x, _: ln.Parallelism().groups(x),
+    "schedule: kind": lambda x, _: schedule(x, 2, 2),
+    "schedule: stages": lambda x, _: schedule("1f1b", x, 2),
+    "dry_run: rank": lambda x, _: ln.dry_run(lambda: None, world_size=2, rank=x),
+    "build_graph: step": lambda x, graph: build_graph(graph.run, x),  # type: ignore[arg-type]
+    "activity: bin_ns": lambda x, graph: ln.activity(graph, bin_ns=x),
+    "breakdown: by": lambda x, graph: ln.breakdown(graph, by=x),
+    "jitter: level": lambda x, graph: ln.jitter(graph.run, level=x),  # type: ignore[arg-type]
+    "without_stragglers: replicas": lambda x, graph: ln.without_stragglers(graph, replicas=x),
+    "find_gpu": lambda x, _: ln.find_gpu(x),
+    "datasets.path": lambda x, _: ln.datasets.path(x),
+    "load_calibration": lambda x, _: ln.load_calibration(x),
+    "simulate: resources": lambda x, graph: ln.simulate(graph, x),
+}
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), np.array([2, 3]), b"3", 1j], ids=shown)
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_an_argument_that_none_can_have_is_quoted_in_a_line(graph: Graph, argument: str, value: object) -> None:
+    if argument in ("search: micro_batch", "search: zero", "search: schedule") and isinstance(value, np.ndarray):
+        pytest.skip("several values of an axis")
+    with pytest.raises(LumosError) as caught:
+        ARGUMENTS[argument](value, graph)
+    assert re.search(re.escape(shown(value)), str(caught.value)), caught.value
+
+
+def test_whole_numbers_of_numpy_are_taken(graph: Graph) -> None:
+    assert ln.repeat(graph, np.int64(2)).step == 1  # type: ignore[arg-type]
+    asked = {"tp": np.array([1, 2]), "cp": np.int64(1), "schedule": pl.Series(["1f1b"]), "zero": 1, "micro_batch": (1,)}
+    of_numpy = ln.search(**LLM, keep=np.int64(1), gpus=np.int64(8), spare=np.float32(0.25), **asked)  # type: ignore[arg-type]
+    same = {"tp": [1, 2], "cp": 1, "schedule": "1f1b", "zero": 1, "micro_batch": 1}
+    assert of_numpy.frame.equals(ln.search(**LLM, keep=1, gpus=8, spare=0.25, **same).frame)  # type: ignore[arg-type]

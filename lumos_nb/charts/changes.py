@@ -22,7 +22,7 @@ from lumos_nb.charts.style import (
     told,
 )
 from lumos_nb.display import format_ns, format_share
-from lumos_nb.errors import InputError, LumosError
+from lumos_nb.errors import InputError, LumosError, shown
 from lumos_nb.partition import HasOps
 from lumos_nb.schema import OPS, require
 
@@ -107,7 +107,7 @@ def difference(
     rows = changes.filter(pl.col("level") == level).sort(pl.col("diff_ns").abs(), "key", descending=[True, False])
     if rows.is_empty():
         levels = ", ".join(changes["level"].drop_nulls().unique().sort())
-        raise InputError(f"the comparison has no level {level!r}; it has {levels}.")
+        raise InputError(f"the comparison has no level {shown(level)}; it has {levels}.")
     drawn = rows.head(most).select("key", "a_ns", "b_ns", "diff_ns")
     sums = pl.col("a_ns", "b_ns", "diff_ns").sum()
     if (rest := rows[most:]).height:

@@ -25,7 +25,7 @@ from lumos_nb.charts.style import (
 )
 from lumos_nb.critical_path import Result
 from lumos_nb.display import format_ns
-from lumos_nb.errors import InputError, LumosError
+from lumos_nb.errors import InputError, LumosError, shown
 from lumos_nb.graph import Graph
 from lumos_nb.schema import require
 
@@ -83,7 +83,7 @@ def dependencies(
     graph = source.graph if isinstance(source, Result) else source
     require(graph, "edges")
     if detail not in (None, *DETAILS):
-        raise InputError(f"detail is {detail!r}; it may be {', '.join(DETAILS)}, or None.")
+        raise InputError(f"detail is {shown(detail)}; it may be {', '.join(DETAILS)}, or None.")
     check_window(window_ns, ranks)
     ops = _in_window(source.ops, window_ns, ranks)
     room = max(width_px // _COLUMN_PX, 1)

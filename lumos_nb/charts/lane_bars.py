@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import polars as pl
 
-from lumos_nb.errors import LumosError, SchemaError
+from lumos_nb.errors import LumosError, SchemaError, shown
 from lumos_nb.partition import HasOps
 from lumos_nb.schema import OPS, require
 
@@ -156,7 +156,7 @@ def with_activity(ops: pl.DataFrame) -> pl.DataFrame:
     kind = pl.col("kind")
     if (unknown := ops.filter(~kind.is_in(list(ACTIVITIES))).head(1)).height:
         op_id, bad = unknown.select("op_id", "kind").row(0)
-        raise SchemaError(f"op {op_id} is of kind {bad!r}; kinds are {', '.join(ACTIVITIES)}.")
+        raise SchemaError(f"op {op_id} is of kind {shown(bad)}; kinds are {', '.join(ACTIVITIES)}.")
     computes = (kind == "cpu") & ~pl.col("device").is_not_null().any().over("rank")
     activity = pl.when(computes).then(pl.lit("compute")).otherwise(kind.replace_strict(ACTIVITIES))
     return ops.with_columns(activity=activity)

@@ -27,7 +27,7 @@ from lumos_nb.charts.style import (
     told,
 )
 from lumos_nb.display import format_ns, format_share
-from lumos_nb.errors import LumosError, SchemaError
+from lumos_nb.errors import LumosError, SchemaError, shown
 from lumos_nb.graph import Graph
 from lumos_nb.partition import PARTS, HasOps
 
@@ -184,7 +184,7 @@ def part_rows(frame: pl.DataFrame, name: str) -> pl.DataFrame:
     """The parts of a breakdown that take time, with their bar's `label`, their `place` in it and texts."""
     frame = check_rows(frame, "breakdown", labels=("rank",), words=("part",), numbers=("time_ns",))
     if unknown := sorted(set(frame["part"].drop_nulls()) - set(PARTS)):
-        raise SchemaError(f"breakdown table has the part {unknown[0]!r}; parts are {', '.join(PARTS)}.")
+        raise SchemaError(f"breakdown table has the part {shown(unknown[0])}; parts are {', '.join(PARTS)}.")
     step_ns = pl.col("time_ns").sum().over("rank")
     rows = frame.select("rank", "part", "time_ns", of_step=pl.col("time_ns") / step_ns).filter(pl.col("time_ns") > 0)
     return rows.select(

@@ -183,9 +183,9 @@ class Calibration(Tables, msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         for name in names.unique(maintain_order=True).drop_nulls():
             if not any(same_name(name, other) for other in names_of(self.gpu)):
                 raise InputError(
-                    f"kernel frame, row {names.index_of(name)}: gpu is {name!r}, but this calibration is of "
-                    f"{self.gpu.name}. Price these rows with load_calibration({name!r}), or drop the column to price "
-                    "them here."
+                    f"kernel frame, row {names.index_of(name)}: gpu is {shown(name)}, but this calibration is of "
+                    f"{self.gpu.name}. Price these rows with load_calibration({shown(name)}), or drop the column to "
+                    "price them here."
                 )
 
     def predict_collectives(self, table: Table) -> pl.DataFrame:
@@ -320,7 +320,7 @@ def _bundled(name: str) -> Calibration:
         sheet = find_gpu(name)
     except InputError as error:
         raise CalibrationError(
-            f"no calibration is called {name!r}; there are: {', '.join(there)}. {error} Then "
+            f"no calibration is called {shown(name)}; there are: {', '.join(there)}. {error} Then "
             f'load_calibration("{GENERIC}").for_gpu(sheet) prices by it; calibrate(run) and make calibrate measure.'
         ) from error
     return _read(there[sheet.name]) if sheet.name in there else _read(there[GENERIC]).for_gpu(sheet)

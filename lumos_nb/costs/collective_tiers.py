@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.config import Fabric, fabrics, names_of, same_name
 from lumos_nb.costs.tables import Table, as_frame, numbers, spelled, words
-from lumos_nb.errors import InputError, SchemaError
+from lumos_nb.errors import InputError, SchemaError, shown
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
@@ -176,7 +176,7 @@ def _tiers(
     if beyond is None or (several and inside is None):
         name, what = (interconnect, "") if beyond is None else (hardware, ", for the tier inside its nodes")
         raise InputError(
-            f"no data sheet of a fabric is called {name!r}{what}; there are: {', '.join(s.name for s in sheets)}. "
+            f"no data sheet of a fabric is called {shown(name)}{what}; there are: {', '.join(s.name for s in sheets)}. "
             f"Write one, Fabric(name={name or '...'!r}, source=..., bytes_per_s=..., latency_us=...): extra takes it."
         )
     if inside is None or not (several or (inside.max_gpus or np.inf) < (beyond.max_gpus or np.inf)):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.calls import CALL_PATTERNS, COMM_OPERATORS, COMM_TYPES, ENGINE_OPERATORS, classify
 from lumos_nb.display import Shown
-from lumos_nb.errors import CalibrationError, GraphError, InputError
+from lumos_nb.errors import CalibrationError, GraphError, InputError, shown
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.schema import DEVICE_KINDS, OPS, TableSchema
 from lumos_nb.traces.run import Run
@@ -183,7 +183,7 @@ class Overheads(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             Nothing was measured of an overhead that is asked for; the message says what to measure.
         """
         if statistic is not None and statistic not in STATISTICS:
-            raise InputError(f"no statistic is called {statistic!r}; there are: {', '.join(STATISTICS)}.")
+            raise InputError(f"no statistic is called {shown(statistic)}; there are: {', '.join(STATISTICS)}.")
         table, levels = self.table.rename({"name": "at"}), {}
         for level, keys in LADDER.items():
             cost_us = statistic or ("mean_us" if level == "name" else "trimmed_us")
@@ -193,10 +193,10 @@ class Overheads(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         found = Pool(levels).find(with_families(_ASKED.check(asked)), "cost_us")
         for overhead, name in found.filter(pl.col("cost_us").is_null()).select("overhead", "name").head(1).iter_rows():
             if overhead not in OVERHEADS:
-                raise InputError(f"no overhead is called {overhead!r}; there are: {', '.join(OVERHEADS)}.")
+                raise InputError(f"no overhead is called {shown(overhead)}; there are: {', '.join(OVERHEADS)}.")
             what, record = OVERHEADS[overhead]
             raise CalibrationError(
-                f"nothing was measured of {overhead} ({what}), which {name!r} is to be priced by; record {record}."
+                f"nothing was measured of {overhead} ({what}), which {shown(name)} is to be priced by; record {record}."
             )
         return found.drop("family")
 

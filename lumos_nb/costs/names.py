@@ -10,7 +10,7 @@ from __future__ import annotations
 import polars as pl
 
 from lumos_nb.calls import classify
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, shown
 
 UNKNOWN = "unknown"
 HOST_COPY = "host_copy"
@@ -153,7 +153,7 @@ def kernel_families(names: pl.Series) -> pl.DataFrame:
     ('volta_sgemm_128x64_nt', 'gemm', 'fp32', 'any', None)
     """
     if getattr(names, "dtype", None) not in (pl.String, pl.Null):
-        raise InputError(f"names of kernels are a polars Series of strings; this is {names!r:.80}.")
+        raise InputError(f"names of kernels are a polars Series of strings; this is {shown(names)}.")
     name = pl.col("name")
     told = names.cast(pl.String).drop_nulls().unique(maintain_order=True).to_frame("name")
     told = told.with_columns(family=classify(name, FAMILIES).fill_null(UNKNOWN), dtype=classify(name, DTYPES))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import polars as pl
 
-from lumos_nb.errors import InputError, SchemaError
+from lumos_nb.errors import InputError, SchemaError, shown
 from lumos_nb.number_formats import bare
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _number(frame: pl.DataFrame, name: str, what: str) -> pl.Series:
     values = column.str.strip_chars().cast(pl.Float64, strict=False)
     if (lost := values.is_null() & column.is_not_null()).any():
         row = int(lost.arg_max() or 0)
-        raise InputError(f"{what} frame, row {row}: {name} is {column[row]!r}, which is no number.")
+        raise InputError(f"{what} frame, row {row}: {name} is {shown(column[row])}, which is no number.")
     return values.fill_nan(None)
 
 

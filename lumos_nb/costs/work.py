@@ -17,7 +17,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.costs.tables import Table, as_frame, numbers, spelled, words
-from lumos_nb.errors import InputError, SchemaError
+from lumos_nb.errors import InputError, SchemaError, shown
 from lumos_nb.number_formats import ELEMENT_BYTES, FORMAT_NAMES
 
 FORMATS = dict.fromkeys(("fp16", "bf16", "fp16/bf16", "int16"), "half") | {"int32": "fp32", "int64": "fp64"}
@@ -317,8 +317,8 @@ def _check_kinds(kinds: pl.DataFrame, of_row: pl.Series) -> None:
         if (wrong := kinds.filter(bad)).height:
             first = wrong.row(0, named=True)
             raise InputError(
-                f"kernel frame, row {of_row.index_of(first['kind'])} (op {first['op']!r}): {name} is {first[name]!r}; "
-                f"known: {', '.join(_TEXTS[name][1]).lstrip(', ')}."
+                f"kernel frame, row {of_row.index_of(first['kind'])} (op {first['op']!r}): {name} is "
+                f"{shown(first[name])}; known: {', '.join(_TEXTS[name][1]).lstrip(', ')}."
             )
 
 
@@ -331,8 +331,8 @@ def _check_sizes(family: str, rows: pl.DataFrame, kinds: pl.DataFrame) -> None:
         if not fits.all():
             row = rows.row(int(fits.arg_min() or 0), named=True)
             raise InputError(
-                f"kernel frame, row {row['row']} (op {kinds['op'][row['kind']]!r}): {name} is {row[name]!r}; this op "
-                "needs it as a number above 0 and below 2**63."
+                f"kernel frame, row {row['row']} (op {kinds['op'][row['kind']]!r}): {name} is "
+                f"{shown(row[name])}; this op needs it as a number above 0 and below 2**63."
             )
 
 

@@ -17,7 +17,7 @@ import polars as pl
 
 from lumos_nb import datasets
 from lumos_nb.display import html_fields
-from lumos_nb.errors import UNDECODABLE, InputError
+from lumos_nb.errors import UNDECODABLE, InputError, shown
 from lumos_nb.layout import Cluster
 
 PRODUCTS = ("gemm", "gemm_bias", "grouped_gemm")
@@ -113,7 +113,7 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name in self.__struct_fields__:
             value, factor = getattr(self, name), name in FACTORS
             for key, number in (value if isinstance(value, dict) else {"": value}).items():
-                given = f"Surcharges: {name}{key and f' of {key}'} is {number!r}"
+                given = f"Surcharges: {name}{key and f' of {key}'} is {shown(number)}"
                 if name in OF_KERNELS and key not in KERNELS:
                     raise InputError(f"{given}; kinds of kernels are {', '.join(KERNELS)}.")
                 if not isinstance(number, int | float) or not 0 <= number < math.inf or (factor and number == 0):

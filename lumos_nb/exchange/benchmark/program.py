@@ -13,7 +13,7 @@ import polars as pl
 
 from lumos_nb import device_activity
 from lumos_nb.display import text_table
-from lumos_nb.errors import BenchmarkError, InputError, folder_for, in_the_way, named
+from lumos_nb.errors import BenchmarkError, InputError, folder_for, in_the_way, named, shown
 from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP
 from lumos_nb.exchange.benchmark.tables import Workload, workload
 from lumos_nb.traces.execution_trace import ExecutionTrace, is_execution_trace
@@ -138,7 +138,7 @@ def _ranks_of(trace: ExecutionTrace | str | Path, rank: int | Sequence[int] | No
     """Whose traces are read: the ranks that are named, or else all."""
     if isinstance(rank, Sequence):
         if not rank or len({*rank}) < len(rank):
-            raise InputError(f"rank is {rank!r}: give ranks, each once.")
+            raise InputError(f"rank is {shown(rank)}: give ranks, each once.")
         return sorted(rank)
     return [rank] if rank is not None or isinstance(trace, ExecutionTrace) else _ranks_at(trace)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
 from lumos_nb.display import Shown, format_share
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, shown
 from lumos_nb.exchange.benchmark.steps import KEY, step_rows, typical
 from lumos_nb.graph import Graph
 from lumos_nb.traces.execution_trace import ExecutionTrace, is_execution_trace, load_execution_trace
@@ -131,10 +131,10 @@ def select(
     9
     """
     if by not in ("trace", "step", "rank"):
-        raise InputError(f"by is {by!r}; it may be 'trace', 'step' or 'rank'.")
+        raise InputError(f"by is {shown(by)}; it may be 'trace', 'step' or 'rank'.")
     found = list(_items(_named(traces), by))
     if type(k) is not int or not 1 <= k <= len(found):
-        raise InputError(f"k is {k!r}, of {len(found)} items: give a whole number from 1 to that.")
+        raise InputError(f"k is {shown(k)}, of {len(found)} items: give a whole number from 1 to that.")
     spent, ops = _histograms([rows for _, _, rows in found])
     apart = cdist(spent, spent, "cityblock")
     medoids = k_medoids(apart, k)
@@ -216,12 +216,13 @@ def _items(named: list[tuple[str, Source]], by: str) -> Iterator[_Item]:
         first = first or (name, type(one))
         if type(one) is not first[1]:
             raise InputError(
-                f"{name!r} is a {type(one).__name__} and {first[0]!r} a {first[1].__name__}: give traces of one kind."
+                f"{shown(name)} is a {type(one).__name__} and {shown(first[0])} a {first[1].__name__}: give traces of "
+                "one kind."
             )
         if isinstance(one, Run):
             yield from _of_run(name, one, by, alone=len(named) == 1)
         elif by != "trace":
-            raise InputError(f"{name!r} is a {type(one).__name__}, which is one item: only runs are cut by {by}.")
+            raise InputError(f"{shown(name)} is a {type(one).__name__}, which is one item: only runs are cut by {by}.")
         else:
             yield name, type(one), _of_graph(one) if isinstance(one, Graph) else _of_execution_trace(one)
 
@@ -231,7 +232,9 @@ def _loaded(name: str, source: Source) -> Run | Graph | ExecutionTrace:
         path = Path(source)
         return load_execution_trace(path) if path.is_file() and is_execution_trace(path) else load_run(path)
     if not isinstance(source, Run | Graph | ExecutionTrace):
-        raise InputError(f"{name!r} is a {type(source).__name__}; give a run, a graph, an execution trace or a path.")
+        raise InputError(
+            f"{shown(name)} is a {type(source).__name__}; give a run, a graph, an execution trace or a path."
+        )
     return source
 
 

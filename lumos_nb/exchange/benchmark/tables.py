@@ -16,7 +16,7 @@ import polars as pl
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.display import Shown, format_bytes, format_share
 from lumos_nb.embedding_tables import BINS, complete_tables, reused_indices, zipf_indices
-from lumos_nb.errors import UNDECODABLE, InputError, TraceError, require_kinds
+from lumos_nb.errors import UNDECODABLE, InputError, TraceError, require_kinds, shown
 from lumos_nb.exchange.benchmark.calls import FREE, Node, Tensor, choose, read_nodes, tensors_of
 from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP, Communications, asked_of, delays_ns
 from lumos_nb.exchange.benchmark.dataflow import STAND_IN, Call, Dataflow, Slot
@@ -214,7 +214,7 @@ def _checked_sizes(shrink: Mapping[int, int] | None) -> dict[int, int]:
     sizes = dict(given)
     numbers = all(type(size) is int for pair in sizes.items() for size in pair)
     if not numbers or not all(1 <= smaller <= size < 2**63 for size, smaller in sizes.items()):
-        raise InputError(f"shrink is {sizes!r}: give sizes of dimensions and smaller ones, such as {{4096: 64}}.")
+        raise InputError(f"shrink is {shown(sizes)}: give sizes of dimensions and smaller ones, such as {{4096: 64}}.")
     return sizes
 
 

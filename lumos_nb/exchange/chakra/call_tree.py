@@ -10,7 +10,7 @@ from __future__ import annotations
 import polars as pl
 
 from lumos_nb.calls import COMM_KERNELS, COMM_TYPES, classify
-from lumos_nb.errors import InputError
+from lumos_nb.errors import InputError, shown
 from lumos_nb.exchange.chakra.conversion import VERSION
 from lumos_nb.exchange.chakra.linking import Linked
 from lumos_nb.exchange.chakra.messages import COLLECTIVES
@@ -57,7 +57,7 @@ def from_linked(linked: Linked, iteration: int = 0) -> Nodes:
     ops = linked.nodes.filter(pl.col("iteration") == iteration)
     if ops.is_empty():
         raise InputError(
-            f"iteration is {iteration!r}; the trace has {linked.nodes['iteration'].n_unique()}, from 0 on."
+            f"iteration is {shown(iteration)}; the trace has {linked.nodes['iteration'].n_unique()}, from 0 on."
         )
     device = linked.device.filter(
         (pl.col("iteration") == iteration) & pl.col("node_id").is_in(ops["node_id"].implode())

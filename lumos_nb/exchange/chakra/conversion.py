@@ -9,7 +9,7 @@ from typing import Protocol
 
 import polars as pl
 
-from lumos_nb.errors import ChakraError, InputError, named, require_kinds
+from lumos_nb.errors import ChakraError, InputError, named, require_kinds, shown
 from lumos_nb.exchange.chakra.files import write_ranks
 from lumos_nb.exchange.chakra.ranks import Job
 from lumos_nb.exchange.chakra.tables import NODES, Nodes
@@ -86,7 +86,9 @@ def write(
         require_kinds(ranks=(ranks, Collection))
     chosen = [*job.tables] if ranks is None else [*dict.fromkeys(ranks)]
     if unknown := [rank for rank in chosen if rank not in job.tables]:
-        raise InputError(f"there is no rank {unknown[0]!r}; the workload has {len(job.tables)}: {[*job.tables][:8]}.")
+        raise InputError(
+            f"there is no rank {shown(unknown[0])}; the workload has {len(job.tables)}: {[*job.tables][:8]}."
+        )
     ours = {f"{prefix}.{rank}.et" for rank in job.tables}
     for file in sorted(named(folder, ChakraError).glob("*.et*")):
         if file.name.startswith(f"{prefix}.") and file.name not in ours:
@@ -132,7 +134,7 @@ class RankFiles:
     def of(cls, source: Graph | Estimated, target: str | None) -> RankFiles:
         """The files of a graph or an estimate; errors as of `write`."""
         if target not in TARGETS:
-            raise InputError(f"target is {target!r}; it may be None or 'astra-sim'.")
+            raise InputError(f"target is {shown(target)}; it may be None or 'astra-sim'.")
         graph = source if isinstance(source, Graph) else getattr(source, "graph", None)
         if not isinstance(graph, Graph):
             raise InputError(

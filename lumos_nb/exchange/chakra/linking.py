@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lumos_nb.call_stacks import innermost, innermost_at, nearest_encloser
 from lumos_nb.calls import CALL_CATEGORIES, DEVICE_CATEGORIES
 from lumos_nb.display import format_share
-from lumos_nb.errors import ChakraError, InputError
+from lumos_nb.errors import ChakraError, InputError, shown
 from lumos_nb.exchange.chakra.alignment import align, windows
 from lumos_nb.traces.execution_trace import ExecutionTrace, load_execution_trace
 from lumos_nb.traces.export import Tables
@@ -146,8 +146,8 @@ def _one_rank(run: Run, rank: int | None) -> int:
     if rank is None and len(ranks) == 1:
         return int(ranks[0])
     if rank is None or rank not in ranks:
-        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        raise InputError(f"rank is {rank!r}: give one of the run's ranks, {shown}.")
+        few = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        raise InputError(f"rank is {shown(rank)}: give one of the run's ranks, {few}.")
     return rank
 
 

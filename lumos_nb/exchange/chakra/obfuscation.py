@@ -15,7 +15,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.display import Shown, format_bytes, format_share, html_fields
-from lumos_nb.errors import ABOVE_0, InputError, require_number, require_whole
+from lumos_nb.errors import ABOVE_0, InputError, require_number, require_whole, shown
 from lumos_nb.exchange.chakra.conversion import VERSION, Estimated, RankFiles
 from lumos_nb.exchange.chakra.files import rank_files, read_file, read_groups, write_ranks
 from lumos_nb.exchange.chakra.messages import COLLECTIVES
@@ -85,11 +85,11 @@ class Policy:
         }  # fmt: skip
         for name, values in allowed.items():
             if getattr(self, name) not in values:
-                raise InputError(f"{name} is {getattr(self, name)!r}; it may be {' or '.join(map(repr, values))}.")
+                raise InputError(f"{name} is {shown(getattr(self, name))}; it may be {' or '.join(map(repr, values))}.")
         if self.time_scale is not None:  # a secret one
             require_number(ABOVE_0, 1e6, time_scale=self.time_scale)
         if type(self.time_jitter) not in (int, float) or not 0 <= self.time_jitter < 1:
-            raise InputError(f"time_jitter is {self.time_jitter!r}; give a share from 0 to below 1.")
+            raise InputError(f"time_jitter is {shown(self.time_jitter)}; give a share from 0 to below 1.")
         if self.seed is not None:
             require_whole(0, seed=self.seed)
 

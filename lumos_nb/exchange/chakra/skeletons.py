@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lumos_nb.errors import GraphError, InputError
+from lumos_nb.errors import GraphError, InputError, shown
 from lumos_nb.exchange.chakra.ngrams import NGrams, times
 from lumos_nb.exchange.chakra.speaking import Speaker
 from lumos_nb.exchange.chakra.words import MESSAGE, Meeting, Step
@@ -54,7 +54,9 @@ class Layout:
             kinds = {(role, kinds_of([self.meetings[at] for at, _ in turns], i)) for i, role in enumerate(self.roles)}
             if len(kinds) == len(set(self.roles)) and all(turn in self.sizes for turn in turns):
                 return [self.meetings[turn[0]]._replace(size_bytes=int(rng.choice(self.sizes[turn]))) for turn in turns]
-        raise GraphError(f"no skeleton of {self.run!r} whose ranks agree in {TRIES} draws; fit with more of its steps.")
+        raise GraphError(
+            f"no skeleton of {shown(self.run)} whose ranks agree in {TRIES} draws; fit with more of its steps."
+        )
 
     def copies(self, ranks: int | None) -> int:
         """How many copies of the run's ranks make so many."""
@@ -62,11 +64,11 @@ class Layout:
         if ranks is None or ranks == base:
             return 1
         if ranks < 1 or ranks % base:
-            raise InputError(f"ranks={ranks}: {self.run!r} has {base}; give a multiple of it.")
+            raise InputError(f"ranks={ranks}: {shown(self.run)} has {base}; give a multiple of it.")
         if not self.growing:
             raise GraphError(
-                f"ranks={ranks}: {self.run!r} has no group that only serves the backward pass or the optimizer, so "
-                "copies of its ranks would have nothing in common; take a run with data parallelism."
+                f"ranks={ranks}: {shown(self.run)} has no group that only serves the backward pass or the optimizer, "
+                "so copies of its ranks would have nothing in common; take a run with data parallelism."
             )
         return ranks // base
 

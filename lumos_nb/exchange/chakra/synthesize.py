@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.display import Shown
-from lumos_nb.errors import ABOVE_0, GraphError, InputError, require_number, require_whole
+from lumos_nb.errors import ABOVE_0, GraphError, InputError, require_number, require_whole, shown
 from lumos_nb.exchange.chakra.ngrams import NGrams
 from lumos_nb.exchange.chakra.sequence_net import SequenceNet
 from lumos_nb.exchange.chakra.skeletons import TRIES, Layout, kinds_of, roles_of
@@ -171,8 +171,8 @@ class TraceModel(Shown):
         spoken = {role: self._spoken(layout, role, meetings, by, rng) for role in sorted(set(layout.roles))}
         if layers != 1 and all(said.layer < 0 for sentence in spoken.values() for said in sentence):
             raise GraphError(
-                f"layers={layers:g}: no op of {layout.run!r} says which layer it is of; mark layers when recording "
-                "(record_function ranges named layer=0, layer=1, ...), or leave layers at 1."
+                f"layers={layers:g}: no op of {shown(layout.run)} says which layer it is of; mark layers when "
+                "recording (record_function ranges named layer=0, layer=1, ...), or leave layers at 1."
             )
         deep = {role: deepened(sentence, self.words, layers) for role, sentence in spoken.items()}
         grown, place = layout.grown(meetings, copies, message_size)
@@ -212,7 +212,9 @@ class TraceModel(Shown):
         ways: dict[str, By] = {"bits": "both", "net_bits": "net", "counts_bits": "counts", "markov_bits": "markov"}
         for i, step in enumerate(map(Step.of, _steps_of(str(like), graphs))):
             if like is not None and len(step.ranks) != len(self._layout(like).roles):
-                raise InputError(f"step {i} has {len(step.ranks)} ranks, those of {like!r} others: give like=None.")
+                raise InputError(
+                    f"step {i} has {len(step.ranks)} ranks, those of {shown(like)} others: give like=None."
+                )
             for rank, sentence in enumerate(step.sentences):
                 said = [known.get(word, known.get(word._replace(shapes=""), -1)) for word in sentence.words]
                 role = ANY if like is None else self._layout(like).roles[rank]
@@ -228,7 +230,7 @@ class TraceModel(Shown):
         if self.net is None and by == "net":
             raise InputError('by="net": the model was fitted with epochs=0; fit it with more.')
         if by not in get_args(By):
-            raise InputError(f"by={by!r}: give one of {', '.join(map(repr, get_args(By)))}.")
+            raise InputError(f"by={shown(by)}: give one of {', '.join(map(repr, get_args(By)))}.")
         net = self.net if by in ("both", "net") else None
         ngrams = [] if by == "net" else [replace(self.plain[role], shortest=LEAST_WORDS if net and role == ANY else 0)]
         ngrams += [self.counting[role]] if by in ("both", "counts") and role in self.counting else []
@@ -240,7 +242,7 @@ class TraceModel(Shown):
             like = [*self.layouts][int(rng.choice(len(steps), p=steps / steps.sum()))]
         if like is None or like not in tuple(self.layouts):
             raise InputError(
-                f"like={like!r}: no such run was learned from; there are {', '.join(map(repr, self.layouts))}."
+                f"like={shown(like)}: no such run was learned from; there are {', '.join(map(repr, self.layouts))}."
             )
         return self.layouts[like]
 
@@ -254,7 +256,7 @@ class TraceModel(Shown):
             if spoken:
                 return spoken
         raise GraphError(
-            f"no sentence for rank {rank} of {layout.run!r} with its communication in {TRIES} draws; train longer."
+            f"no sentence for rank {rank} of {shown(layout.run)} with its communication in {TRIES} draws; train longer."
         )
 
 
@@ -264,7 +266,7 @@ def _checked(graphs: object) -> dict[str, list[Graph]]:
     for run, steps in runs.items():
         checked[str(run)] = _steps_of(str(run), steps)
         if len({tuple(sorted(set(graph.ops["rank"]))) for graph in checked[str(run)]}) > 1:
-            raise GraphError(f"graphs of run {run!r} have different ranks; give them as runs of their own.")
+            raise GraphError(f"graphs of run {shown(run)} have different ranks; give them as runs of their own.")
     if not checked:
         raise InputError("there are no graphs to learn from; give at least one: [build_graph(run)].")
     return checked
@@ -272,7 +274,7 @@ def _checked(graphs: object) -> dict[str, list[Graph]]:
 
 def _steps_of(run: str, steps: object) -> list[Graph]:
     if isinstance(steps, str) or not isinstance(steps, Sequence) or not steps:
-        raise InputError(f"run {run!r} has no sequence of graphs; give at least one: [build_graph(run)].")
+        raise InputError(f"run {shown(run)} has no sequence of graphs; give at least one: [build_graph(run)].")
     for graph in steps:
         require(graph, "edges")
     return list(steps)

@@ -16,7 +16,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.display import Shown
-from lumos_nb.errors import ChakraError
+from lumos_nb.errors import ChakraError, shown
 from lumos_nb.exchange.chakra import _wire_kernels as wire
 from lumos_nb.exchange.chakra._encode_kernels import encode
 from lumos_nb.exchange.chakra.messages import NODE_TYPES, message_class
@@ -148,7 +148,7 @@ def completed(table: pl.DataFrame) -> pl.DataFrame:
     if not isinstance(table, pl.DataFrame):
         raise ChakraError(f"the node table is a {type(table).__name__}; give a polars DataFrame.")
     if unknown := [name for name in table.columns if name not in NODES.columns]:
-        raise ChakraError(f"a node has no column {unknown[0]!r}; it may have {', '.join(NODES.columns)}.")
+        raise ChakraError(f"a node has no column {shown(unknown[0])}; it may have {', '.join(NODES.columns)}.")
     start: dict[str, Any] = {"name": "", "type": "COMP_NODE", "start_us": 0, "dur_us": 0, "rest": b""}
     lists: dict[str, Any] = {"ctrl_deps": [], "data_deps": []}
     absent = [name for name in NODES.columns if name not in table.columns]
@@ -264,7 +264,7 @@ def type_numbers(names: pl.Series) -> pl.Series:
     found = names.replace_strict(numbers, default=names.cast(pl.Int32, strict=False), return_dtype=pl.Int64)
     if found.has_nulls():
         unknown = names.filter(found.is_null())[0]
-        raise ChakraError(f"a node is of type {unknown!r}; it may be {', '.join(NODE_TYPES)}.")
+        raise ChakraError(f"a node is of type {shown(unknown)}; it may be {', '.join(NODE_TYPES)}.")
     return found
 
 

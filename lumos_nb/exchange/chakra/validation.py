@@ -14,7 +14,7 @@ import polars as pl
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from lumos_nb.errors import ChakraError, InputError
+from lumos_nb.errors import ChakraError, InputError, shown
 from lumos_nb.exchange.chakra.files import rank_files
 from lumos_nb.exchange.chakra.json_files import fields
 from lumos_nb.exchange.chakra.messages import COLLECTIVES, NODE_TYPES
@@ -73,7 +73,7 @@ def validate(path: str | Path, target: str | None = None) -> pl.DataFrame:
 def check(job: Job, target: str | None = None) -> pl.DataFrame:
     """The findings of a job at hand; see `validate`."""
     if target not in TARGETS:
-        raise InputError(f"target is {target!r}; it may be None or 'astra-sim'.")
+        raise InputError(f"target is {shown(target)}; it may be None or 'astra-sim'.")
     rules: list[Rule] = [_ids, _types, _dependencies, _roots, _attributes, _durations, _groups, _collectives, _messages]
     rules += [_deadlocks] + ([_astra_sim] if target else [])
     found = [part for rule in rules for part in rule(job)]

@@ -14,7 +14,7 @@ import polars as pl
 
 from lumos_nb.display import format_bytes
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import InputError, LayoutError
+from lumos_nb.errors import InputError, LayoutError, shown
 from lumos_nb.workloads.dlrm.pieces import Floats, Ints
 from lumos_nb.workloads.dlrm.plan import Plan, element_bytes, shard_bytes
 
@@ -70,8 +70,8 @@ def place_by_rule(
     if (lost := np.flatnonzero(devices < 0)).size:
         name = frame["table"][int(lost[0])]
         raise LayoutError(
-            f"table {name!r} of {format_bytes(size[lost[0]])} finds no room by the rule {rule!r}: split tables, "
-            "as ln.shard does, or give the devices more memory."
+            f"table {shown(name)} of {format_bytes(size[lost[0]])} finds no room by the rule {shown(rule)}: split "
+            "tables, as ln.shard does, or give the devices more memory."
         )
     shards = pl.DataFrame({"table": frame["table"], "device": devices})
     return Plan.of(frame, shards, memory_bytes, optimizer=optimizer)
@@ -83,7 +83,7 @@ def placement(rule: str, tables: pl.DataFrame, size_bytes: Floats, memory_bytes:
     if rule in NAIVE:
         return NAIVE[rule](at, devices)
     if rule not in HEURISTICS:
-        raise InputError(f"no rule is called {rule!r}; there are: {', '.join((*HEURISTICS, *NAIVE))}.")
+        raise InputError(f"no rule is called {shown(rule)}; there are: {', '.join((*HEURISTICS, *NAIVE))}.")
     if rule == "random":
         rng = np.random.default_rng(seed)
         weight, load = np.zeros(len(at)), rng.random((len(at), devices))

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns, format_share
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import InputError, LayoutError, require_kinds, require_whole
+from lumos_nb.errors import ABOVE_0, InputError, LayoutError, is_number, require_kinds, require_whole, shown
 from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.schema import TableSchema
 from lumos_nb.traces.export import Tables
+from lumos_nb.transformer import plain
 
 KINDS = ("table_wise", "column_wise", "row_wise", "grid_shard", "data_parallel")
 
@@ -71,7 +72,7 @@ def shard_bytes(
     [260000.0]
     """
     if optimizer not in tuple(STATE_BYTES):  # what is unhashable is none either
-        raise LayoutError(f"no optimizer is called {optimizer!r}; there are: {', '.join(STATE_BYTES)}.")
+        raise LayoutError(f"no optimizer is called {shown(optimizer)}; there are: {', '.join(STATE_BYTES)}.")
     of_weight, of_row = STATE_BYTES[optimizer]
     held: NDArray[np.float64] = rows * (dim * (element_bytes + of_weight) + of_row)
     return held
@@ -84,12 +85,14 @@ def element_bytes(tables: pl.DataFrame) -> NDArray[np.float64]:
 
 def positive_bytes(memory_bytes: float | Sequence[float], *shapes: tuple[int, ...]) -> NDArray[np.float64]:
     """What devices may hold as an array of one of the shapes, or LayoutError."""
-    try:
-        memory = np.asarray(memory_bytes, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        memory = np.zeros(())
-    if memory.shape not in shapes or not memory.size or not (memory > 0).all():
-        raise LayoutError(f"memory_bytes is {memory_bytes!r:.80}: give positive bytes, for all or each of the devices.")
+    given = plain(memory_bytes)
+    sizes = given if isinstance(given, tuple) else (given,)
+    sound = all(is_number(size, ABOVE_0) or (isinstance(size, float) and size == np.inf) for size in sizes)
+    memory = np.asarray(given if sound else (), dtype=np.float64)
+    if memory.shape not in shapes or not memory.size:
+        raise LayoutError(
+            f"memory_bytes is {shown(memory_bytes)}: give positive bytes, for all or each of the devices."
+        )
     return memory
 
 

@@ -21,8 +21,18 @@ from lumos_nb.costs.collective_tiers import REQUEST
 from lumos_nb.costs.collectives import CollectiveModel
 from lumos_nb.costs.lookups import LookupModel
 from lumos_nb.display import Shown
-from lumos_nb.errors import CalibrationError, InputError, LayoutError, require_kinds, require_whole, shown
+from lumos_nb.errors import (
+    ABOVE_0,
+    CalibrationError,
+    InputError,
+    LayoutError,
+    is_number,
+    require_kinds,
+    require_whole,
+    shown,
+)
 from lumos_nb.layout import Cluster
+from lumos_nb.transformer import plain
 from lumos_nb.workloads.dlrm.plan import FIGURES, Plan, element_bytes
 
 Floats = NDArray[np.float64]
@@ -190,12 +200,11 @@ class ShardingCosts(Shown):
             raise CalibrationError(f"the calibration {found.name} has no collectives: give one that has.")
         if not batch >= cluster.gpus:
             raise LayoutError(f"batch is {batch}; give every one of {cluster.gpus} devices a sample at least.")
-        speeds = (1.0,) * cluster.gpus if speed is None else speed
+        speeds = (1.0,) * cluster.gpus if speed is None else plain(speed)
         require_kinds(speed=(speeds, Sequence))
-        numbers = all(isinstance(one, int | float) for one in speeds)
-        if not numbers or len(speeds) != cluster.gpus or not all(0 < one < np.inf for one in speeds):
-            raise LayoutError(f"speed is {speeds!r:.80}; give a positive number for each of {cluster.gpus} devices.")
-        return cls(lookup, FabricExchange(cluster, found.collectives, batch), batch, speeds)
+        if len(speeds) != cluster.gpus or not all(is_number(one, ABOVE_0) for one in speeds):
+            raise LayoutError(f"speed is {shown(speeds)}; give a positive number for each of {cluster.gpus} devices.")
+        return cls(lookup, FabricExchange(cluster, found.collectives, batch), batch, tuple(map(float, speeds)))
 
     def _shown(self) -> list[tuple[str, pl.DataFrame]]:
         by = self.lookup._shown()[0][0] if isinstance(self.lookup, Shown) else type(self.lookup).__name__
@@ -218,7 +227,9 @@ class ShardingCosts(Shown):
         finite = np.isfinite(parts).all(axis=1) & np.isfinite(self.lookup.of_sums(parts)).all(axis=1)
         if not finite.all():
             name = tables["table"][int(np.argmin(finite))]
-            raise LayoutError(f"table {name!r} has no finite price by {type(self.lookup).__name__}: give other costs.")
+            raise LayoutError(
+                f"table {shown(name)} has no finite price by {type(self.lookup).__name__}: give other costs."
+            )
         return parts
 
     def lookup_us(self, sums: Floats) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import polars as pl
 
 from lumos_nb.errors import InputError, LayoutError, shown
 from lumos_nb.layout import CHUNKS, Cluster, Parallelism, Training, Transformer, problems
-from lumos_nb.transformer import MOST
+from lumos_nb.transformer import MOST, plain
 
 OF_LAYOUT: Mapping[str, pl.DataType] = {
     "tp": pl.Int64(),
@@ -54,11 +55,12 @@ def cluster_of(cluster: Cluster, gpus: object) -> Cluster:
         The cluster has fewer, or nodes would be left in part.
     """
     room = f"a part of one node of {cluster.gpus_per_node}, or whole ones of the {cluster.nodes}"
-    if not isinstance(gpus, int) or isinstance(gpus, bool):
-        raise InputError(f"gpus={gpus!r}: give {room}.")
+    if isinstance(gpus, bool) or not isinstance(gpus, numbers.Integral):
+        raise InputError(f"gpus={shown(gpus)}: give {room}.")
+    gpus = int(gpus)
     per_node = min(gpus, cluster.gpus_per_node)
     if not 0 < gpus <= cluster.gpus or gpus % per_node:
-        raise LayoutError(f"gpus={gpus!r}: give {room}.")
+        raise LayoutError(f"gpus={shown(gpus)}: give {room}.")
     return msgspec.structs.replace(cluster, nodes=gpus // per_node, gpus_per_node=per_node)
 
 
@@ -128,7 +130,7 @@ def candidates(
         if "ep" in names:
             frame = frame.filter(pl.col("tp") * _REPLICAS % (pl.col("ep") * _CUT) == 0)
     if frame.is_empty():
-        asked = ", ".join(f"{name}={ranges[name]!r}" for name in ranges) or "the usual values"
+        asked = ", ".join(f"{name}={shown(ranges[name])}" for name in ranges) or "the usual values"
         raise LayoutError(f"no layout of {', '.join(map(str, gpus))} GPUs has {asked}: sizes must multiply to them.")
     return _with_reasons(frame, model, train)
 
@@ -181,15 +183,17 @@ _WORDS: Mapping[str, tuple[object, ...]] = {
 def _series(name: str, given: object) -> pl.Series:
     """Distinct values of an axis, of its type."""
     wanted: type = {pl.String(): str, pl.Boolean(): bool, pl.Int64(): int}[AXES[name]]
-    values: list[Any] = [*given] if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    asked = plain(given)
+    one = not isinstance(asked, Iterable) or isinstance(asked, str | bytes | bytearray | memoryview | Mapping)
+    values: list[Any] = [asked] if one else [*asked]
     least = {"zero": 0, "etp": 0, "shard": A_NODE}.get(name, 1)
     if not values:
-        raise InputError(f"{name}={given!r}: give at least one value.")
+        raise InputError(f"{name}={shown(given)}: give at least one value.")
     for value in values:
         if type(value) is not wanted or (type(value) is int and not least <= value <= MOST):
             raise InputError(f"{name}={shown(value)}: give one {wanted.__name__} or several in a list.")
         if value not in _WORDS.get(name, (value,)):
-            raise InputError(f"{name}={value!r}: there are {', '.join(map(repr, _WORDS[name]))}.")
+            raise InputError(f"{name}={shown(value)}: there are {', '.join(map(repr, _WORDS[name]))}.")
     return pl.Series(name, values, dtype=AXES[name]).unique(maintain_order=True)
 
 

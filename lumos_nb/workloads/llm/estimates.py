@@ -12,7 +12,7 @@ import polars as pl
 
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.display import format_bytes, format_ns
-from lumos_nb.errors import LayoutError, require_kinds
+from lumos_nb.errors import LayoutError, require_kinds, shown
 from lumos_nb.layout import Cluster, Parallelism, Training, check
 from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.contention import Timed, slowed
@@ -118,7 +118,7 @@ class Estimate(Predicted):
             )
         asked, known = self.train.attention, self.step.table.filter(op="attention")["family"].unique()
         if self.train.flash and asked and len(known) and not known.str.ends_with(asked).all():
-            yield f"attention {asked!r} has no price here: it is priced as {known.item(0)}"
+            yield f"attention {shown(asked)} has no price here: it is priced as {known.item(0)}"
         yield from super()._warnings()
 
     def _tables(self) -> dict[str, pl.DataFrame]:

@@ -13,7 +13,7 @@ from functools import cached_property
 import polars as pl
 
 from lumos_nb._replay_plan import Plan
-from lumos_nb.errors import LayoutError
+from lumos_nb.errors import LayoutError, shown
 from lumos_nb.graph import Graph
 from lumos_nb.workloads.llm.layer_search import OUTSIDE
 from lumos_nb.workloads.llm.reading import Setup
@@ -107,7 +107,9 @@ class Pipeline:
         _, layout, train = self.target
         kind = layout.schedule
         if kind.startswith("zb"):
-            raise LayoutError(f"schedule={kind!r}: a trace's backward passes are not split; take 1f1b or interleaved.")
+            raise LayoutError(
+                f"schedule={shown(kind)}: a trace's backward passes are not split; take 1f1b or interleaved."
+            )
         return schedule(kind, layout.pp, train.micro_batches(layout), layout.chunks)
 
     def _in_order(self, stage: int, passes: pl.DataFrame) -> Iterator[tuple[Piece, int | None, int | None]]:

@@ -203,8 +203,8 @@ def _target(
     owner = {name: i for i, spec in reversed([*enumerate(asked)]) for name in spec.__struct_fields__}
     if unknown := [name for name in sizes if name not in owner]:
         raise InputError(
-            f"{unknown[0]}={sizes[unknown[0]]!r}: no field of Transformer, Parallelism or Training is called so; there "
-            f"are: {', '.join(sorted(owner))}."
+            f"{unknown[0]}={shown(sizes[unknown[0]])}: no field of Transformer, Parallelism or Training is called so; "
+            f"there are: {', '.join(sorted(owner))}."
         )
     ignored: list[str] = []
     for i, (was, spec) in enumerate(zip(base, asked, strict=True)):
@@ -218,7 +218,9 @@ def _target(
         for name in differ:
             if name in FIXED[type(was)] or (name in own and name not in MADE[type(was)]):
                 measured = getattr(was, name)
-                advice = f"the trace has {measured!r}, which no rewrite changes: give that, or estimate() such a step"
+                advice = (
+                    f"the trace has {shown(measured)}, which no rewrite changes: give that, or estimate() such a step"
+                )
                 raise asks.refusal(name, advice)
         left = [name for name in differ if name not in MADE[type(was)]]
         ignored += left

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.errors import LayoutError
+from lumos_nb.errors import LayoutError, is_whole, require_kinds, shown
 from lumos_nb.layout import CHUNKS as CHUNKS
 
 LEADS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1}
@@ -89,15 +89,16 @@ def order(kind: str, stages: int, micro_batches: int, chunks: int = 1) -> tuple[
 
 
 def _check(kind: str, stages: int, micro_batches: int, chunks: int) -> None:
+    require_kinds(kind=(kind, str))
     if kind not in CHUNKS:
-        raise LayoutError(f"no schedule is called {kind!r}; there are: {', '.join(CHUNKS)}.")
+        raise LayoutError(f"no schedule is called {shown(kind)}; there are: {', '.join(CHUNKS)}.")
     for name, size in {"stages": stages, "micro_batches": micro_batches, "chunks": chunks}.items():
-        if type(size) is not int or size < 1:
-            raise LayoutError(f"{name}={size!r}: a schedule has at least one; give a whole number.")
+        if not is_whole(size, 1):
+            raise LayoutError(f"{name}={shown(size)}: a schedule has at least one; give a whole number.")
     fewest, most = CHUNKS[kind]
     if not fewest <= chunks <= most:
         takes = f"{fewest} chunk(s)" if fewest == most else f"{fewest} chunks or more"
-        raise LayoutError(f"chunks={chunks}: {kind} takes {takes} a rank.")
+        raise LayoutError(f"chunks={shown(chunks)}: {kind} takes {takes} a rank.")
     if kind == "interleaved" and micro_batches % stages:
         raise LayoutError(
             f"micro_batches={micro_batches}: interleaved takes a multiple of the {stages} stages; change either."

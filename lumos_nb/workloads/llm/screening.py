@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import polars as pl
 
 from lumos_nb.costs.calibration import Calibration
 from lumos_nb.display import format_bytes
-from lumos_nb.errors import InputError, LayoutError, require_kinds, require_whole, shown
+from lumos_nb.errors import InputError, LayoutError, is_number, require_kinds, require_whole, shown
 from lumos_nb.executors import check_executor, spread
 from lumos_nb.layout import Cluster, Training, Transformer
 from lumos_nb.traces.export import Tables
@@ -61,7 +62,7 @@ class Found(Tables):
             There is no such row.
         """
         if type(row) is not int or not 0 <= row < self.frame.height:
-            raise InputError(f"row {row!r}: the search has {self.frame.height} layouts, counted from 0.")
+            raise InputError(f"row {shown(row)}: the search has {self.frame.height} layouts, counted from 0.")
         return candidate(self.frame.row(row, named=True), self.train, self.cluster)
 
     @property
@@ -196,8 +197,8 @@ def _require(
     require_kinds(model=(model, Transformer), cluster=(cluster, Cluster), train=(train, Training))
     require_kinds(surcharges=(surcharges or Surcharges(), Surcharges))
     require_whole(0, 2**31 - 1, keep=keep)
-    if isinstance(spare, bool) or not isinstance(spare, float | int) or not 0 <= spare < 1:
-        raise InputError(f"spare={spare!r}: give the share of memory to leave free, from 0 to below 1.")
+    if not is_number(spare, 0, math.nextafter(1, 0)):
+        raise InputError(f"spare={shown(spare)}: give the share of memory to leave free, from 0 to below 1.")
     if progress is not None and not callable(progress):
         raise InputError(f"progress is {shown(progress)}; give a function of three arguments.")
     check_executor(executor)
