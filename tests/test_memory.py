@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 import polars as pl
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos_nb.errors import LayoutError
 from lumos_nb.layout import Cluster, Parallelism, Training, Transformer, problems
-from lumos_nb.transformer import Moe
 from lumos_nb.workloads.llm.estimates import Estimate, estimate
 from lumos_nb.workloads.llm.memory import CLASSES, memory, memory_over_time, peak_bytes
 from lumos_nb.workloads.llm.schedule import schedule
 from lumos_nb.workloads.llm.stages import work
 from lumos_nb.workloads.llm.table_rows import stages_by_cost
 from lumos_nb.workloads.llm.tensors import layer_tensors
+from tests.memory_jobs import jobs
 from tests.schedule_forms import in_flight
 
 GPT = Transformer(
@@ -217,45 +216,12 @@ def test_memory_over_a_replayed_step_peaks_as_counted_without_it(kind, recompute
     assert ends["stage"].n_unique() == 4
 
 
-@st.composite
-def jobs(draw: st.DrawFn) -> tuple[Transformer, Parallelism, Training]:
-    """Small steps: any schedule, few or many micro-batches, experts, uneven stages, heads that weigh less or more."""
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]))
-    chunks = {"interleaved": draw(st.integers(2, 3)), "zb-v": 2}.get(schedule, 1)
-    pp = draw(st.integers(1 if chunks == 1 else 2, 4))
-    dp, count = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 9)) * (pp if schedule == "interleaved" else 1)
-    layers = pp * chunks * draw(st.integers(1, 3))
-    routed = st.builds(
-        Moe, experts=st.just(4), topk=st.just(2), ffn=st.just(1024), first=st.integers(0, 2), every=st.integers(1, 2)
-    )
-    model = Transformer(
-        layers=layers, hidden=512, heads=8, ffn=2048, vocab=draw(st.sampled_from([64, 8192, 100_000])),
-        tied=draw(st.booleans()), moe=draw(st.none() | routed),
-    )  # fmt: skip
-    ends = [
-        0,
-        *sorted(draw(st.lists(st.integers(0, layers), min_size=pp * chunks - 1, max_size=pp * chunks - 1))),
-        layers,
-    ]
-    split = draw(st.sampled_from([(), tuple(end - begin for begin, end in pairwise(ends))]))
-    train = Training(
-        micro_batch=1, global_batch=count * dp, seq=draw(st.sampled_from([256, 1024])),
-        recompute=draw(st.sampled_from(["none", "selective", "full"])), lora=draw(st.sampled_from([0, 8])),
-        fused_grads=draw(st.booleans()), prefetch=draw(st.integers(0, 2)), bucket_copies=draw(st.booleans()),
-    )  # fmt: skip
-    zero = draw(st.integers(0, 3))
-    layout = Parallelism(pp=pp, dp=dp, zero=zero, schedule=schedule, chunks=chunks, split=split)
-    assume(not problems(model, layout, train))
-    return model, layout, train
-
-
 @settings(max_examples=40, deadline=None)
 @given(job=jobs())
 def test_memory_over_time_peaks_as_counted_whatever_is_sharded_and_put_off(job):
     """To the byte, but for rounding: over time every pass and layer is counted, by its order in the replay."""
     model, layout, train = job
-    fabrics = {"inside": "NVLink4 NVSwitch", "between": "InfiniBand NDR 400"}
-    cluster = Cluster(gpu="H100-SXM-80GB", gpus_per_node=layout.pp, nodes=layout.dp, **fabrics)
+    cluster = Cluster(gpu="H100-SXM-80GB", gpus_per_node=1, nodes=layout.world, between="InfiniBand NDR 400")
     found = estimate(model, layout, train, cluster)
     total = found.memory_over_time.group_by("stage", "time_ns").agg(pl.col("bytes").sum())
     peaks = total.group_by("stage").agg(pl.max("bytes")).sort("stage")["bytes"]

@@ -149,12 +149,12 @@ def _over_passes(
 
 def peak_bytes(model: Transformer, layout: Parallelism, train: Training) -> float:
     """Most bytes that any rank uses, without fragmentation; checks nothing."""
-    return float(total(_fullest(model, layout, train)[1]).max())
+    return float(Passing.fullest(model, train, alone(layout, train), layout.split, each=False).most().max())
 
 
 def _fullest(model: Transformer, layout: Parallelism, train: Training) -> tuple[NDArray[np.str_], Parts]:
     """The moment of each rank when most is in use, and bytes by class at it."""
-    passes = Passing.fullest(model, train, alone(layout, train), layout.split)
+    passes = Passing.fullest(model, train, alone(layout, train), layout.split, each=True)
     moment, used = passes.peak()
     by_size = np.lexsort((total(used), passes.stage))
     most = by_size[np.searchsorted(passes.stage[by_size], np.arange(layout.pp), side="right") - 1]
@@ -186,7 +186,7 @@ def peaks(model: Transformer, train: Training, layouts: pl.DataFrame) -> tuple[F
 
 
 def _peaks(model: Transformer, train: Training, layouts: pl.DataFrame) -> tuple[Floats, Ints]:
-    passes = Passing.fullest(model, train, layouts)
+    passes = Passing.fullest(model, train, layouts, each=False)
     used = passes.most()
     most = np.maximum.reduceat(used, np.searchsorted(passes.row, np.arange(layouts.height)))
     stage = np.where(used == most[passes.row], passes.stage, np.iinfo(np.int64).max)

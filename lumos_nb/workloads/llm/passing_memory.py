@@ -67,34 +67,62 @@ def counted(stage: Ints, phase: Ints, chunk: Ints, chunks: int) -> Passes:
 
 
 @lru_cache(maxsize=1024)
-def fullest(kind: str, pp: int, count: int, chunks: int, alike: bool) -> Passes:
-    """The passes of a schedule of which one has the peak.
+def fullest(kind: str, pp: int, count: int, chunks: int, alike: bool, each: bool) -> Passes:
+    """The passes of a schedule of which one has the peak: with `each` of every rank, else of all ranks together.
 
-    Where chunks are `alike`, sums over them say what is in flight, the ranks between the second and the last but one
-    have no more than these, and a forward pass has less than the backward pass that follows.
+    Bytes are sums of what is in flight, each count times a size that passes of one group share. So no pass has the peak
+    than which another of its group, or a mean of two, has as much or more of every count. Where chunks are `alike`,
+    sums over them say what is in flight, and all ranks between the ends are of one group. A forward pass there has no
+    more than the next backward pass of its rank: the passes before that are forward too, and free nothing.
     """
     stage, phase, _, chunk, _ = order(kind, pp, count, chunks)
     every = counted(stage, phase, chunk, chunks)
-    first, last = every.stage == 0, every.stage == (0 if kind == "zb-v" else pp - 1)
     if not alike:
-        return every.take(_unsurpassed([every.stage, every.phase, every.chunk], [*every.flying, *every.waiting]))
+        kept = _unsurpassed([every.stage, every.phase, every.chunk], [*every.flying, *every.waiting])
+        return every.take(kept)
+    every = every.take(every.phase != FORWARD)
+    first, last = every.stage == 0, every.stage == (0 if kind == "zb-v" else pp - 1)
     ends = [first & (every.chunk == 0), last & (every.chunk == chunks - 1)]
     sums = [every.flying.sum(axis=0), every.waiting.sum(axis=0), first * every.flying[0]]
-    kept = _unsurpassed([every.stage, every.phase, *ends], [*sums, last * every.flying[-1], last * every.waiting[-1]])
-    there = every.take(kept)
-    return there.take((there.phase != FORWARD) & ((there.stage < 2) | (there.stage >= pp - 2)))
+    ranks = [every.stage] if each else [first, last]
+    sizes = [*sums, last * every.flying[-1], last * every.waiting[-1]]
+    return every.take(_unsurpassed([*ranks, every.phase, *ends], sizes))
 
 
 def _unsurpassed(groups: list[Ints], sizes: list[Ints]) -> Ints:
-    """Rows than which none of their group has as much or more of every size: one of several like ones."""
-    keys, of = np.unique(np.stack(groups), axis=1, return_inverse=True)
-    kept = []
-    for group in range(keys.shape[1]):
-        rows = np.flatnonzero(of == group)
-        some, at = np.unique(np.stack(sizes)[:, rows], axis=1, return_index=True)
-        beaten = (some[:, :, None] <= some[:, None, :]).all(axis=0).sum(axis=1) > 1
-        kept.append(rows[at[~beaten]])
-    return np.sort(np.concatenate(kept))
+    """Rows of which one has the greatest sum of its group whatever sizes weigh: the first of several like ones."""
+    keys = np.stack([*groups, *(-size for size in sizes)])
+    rows = np.lexsort(keys[::-1])  # by group, and in it the greatest first
+    keys = keys[:, rows]
+    new = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
+    rows, keys = (some[..., np.r_[True, new]] for some in (rows, keys))
+    begins = np.flatnonzero(np.r_[True, (keys[: len(groups), 1:] != keys[: len(groups), :-1]).any(axis=0)])
+    of_group = np.split(-keys[len(groups) :], begins[1:], axis=1)
+    kept = np.concatenate([begin + _outer(some) for begin, some in zip(begins, of_group, strict=True)])
+    return np.sort(rows[kept])
+
+
+def _outer(sizes: Ints) -> Ints:
+    """Of distinct points, greatest first, those above whatever lies below others; of two sizes, below means of two."""
+    left, kept = np.arange(sizes.shape[1]), []
+    while len(left):  # the greatest of those that are left is below none of them
+        kept.append(left[0])
+        left = left[(sizes[:, left] > sizes[:, left[:1]]).any(axis=0)]
+    telling = [size for size in sizes[:, kept] if (size != size[0]).any()]
+    if len(telling) != 2:
+        return np.array(kept)
+    outer: list[tuple[int, int, int]] = []
+    for x, y, at in zip(*(size.tolist() for size in telling), kept, strict=True):  # x falls, y rises
+        outer.append((x, y, at))
+        while len(outer) > 2 and _bent_in(*outer[-3:]):
+            del outer[-2]
+    return np.array([at for *_, at in outer])
+
+
+def _bent_in(before: tuple[int, int, int], point: tuple[int, int, int], behind: tuple[int, int, int]) -> bool:
+    """Whether a point lies on or below the line between two."""
+    (x, y, _), (to_x, to_y, _) = before, behind
+    return (point[0] - x) * (to_y - y) <= (point[1] - y) * (to_x - x)
 
 
 class Passing(Ranks):
@@ -120,9 +148,9 @@ class Passing(Ranks):
 
     @classmethod
     def fullest(
-        cls, model: Transformer, train: Training, layouts: pl.DataFrame, split: tuple[int, ...] = ()
+        cls, model: Transformer, train: Training, layouts: pl.DataFrame, split: tuple[int, ...] = (), *, each: bool
     ) -> Passing:
-        """The passes of layouts of which one has the peak."""
+        """The passes of layouts of which one has the peak: with `each` of every rank, else of a layout."""
         alike = not split and len({model.has_experts(layer) for layer in range(model.layers)}) == 1
         count = train.global_batch // (pl.col("micro_batch") * pl.col("dp"))
         # Rounds of a pipeline repeat after the second; of gpipe all are in flight together.
@@ -130,7 +158,7 @@ class Passing(Ranks):
         keys = layouts.select("schedule", "pp", told.alias("count"), "chunks")
         distinct = keys.unique(maintain_order=True).with_row_index("cell")
         of = keys.join(distinct, on=keys.columns, how="left", maintain_order="left")["cell"].to_numpy()
-        cells = [fullest(*cell, alike) for cell in distinct.drop("cell").iter_rows()]
+        cells = [fullest(*cell, alike, each) for cell in distinct.drop("cell").iter_rows()]
         sizes = np.array([len(cell.stage) for cell in cells])
         row = np.repeat(np.arange(len(of)), sizes[of])
         begins = np.cumsum(sizes[of]) - sizes[of]
