@@ -218,16 +218,65 @@ def test_memory_over_a_replayed_step_peaks_as_counted_without_it(kind, recompute
 
 @settings(max_examples=40, deadline=None)
 @given(job=jobs())
-def test_memory_over_time_peaks_as_counted_whatever_is_sharded_and_put_off(job):
+def test_memory_over_time_peaks_as_counted_and_ends_as_it_began_whatever_is_sharded_and_put_off(job):
     """To the byte, but for rounding: over time every pass and layer is counted, by its order in the replay."""
-    model, layout, train = job
-    cluster = Cluster(gpu="H100-SXM-80GB", gpus_per_node=1, nodes=layout.world, between="InfiniBand NDR 400")
-    found = estimate(model, layout, train, cluster)
-    total = found.memory_over_time.group_by("stage", "time_ns").agg(pl.col("bytes").sum())
+    over_time, counted = replayed(*job), memory(*job).group_by("stage").agg(pl.col("bytes").sum()).sort("stage")
+    total = over_time.group_by("stage", "time_ns").agg(pl.col("bytes").sum())
     peaks = total.group_by("stage").agg(pl.max("bytes")).sort("stage")["bytes"]
-    counted = found.memory.group_by("stage").agg(pl.col("bytes").sum()).sort("stage")["bytes"]
-    assert found.memory_over_time["bytes"].min() >= 0
-    assert (peaks - counted).abs().max() <= len(CLASSES)
+    assert over_time["bytes"].min() >= 0
+    assert (peaks - counted["bytes"]).abs().max() <= len(CLASSES)
+    assert at_the_end(over_time) == at_the_beginning(over_time)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "split"),
+    [("gpipe", (0, 6)), ("1f1b", (0, 6)), ("interleaved", (0, 2, 2, 2)), ("zb-h1", (0, 6)), ("zb-v", (0, 3, 3, 0))],
+)
+@pytest.mark.parametrize("lora", [0, 8])
+def test_a_stage_of_an_embedding_alone_frees_all_it_keeps(schedule, split, lora):
+    """Nothing runs in the backward pass of a frozen one, and yet its dropout's mask goes."""
+    model = Transformer(layers=6, hidden=512, heads=8, ffn=2048, vocab=8192)
+    layout = Parallelism(pp=2, schedule=schedule, chunks=len(split) // 2, split=split)
+    train = Training(micro_batch=1, global_batch=4, seq=256, lora=lora, dropout=True)
+    over_time = replayed(model, layout, train)
+    assert at_the_end(over_time) == at_the_beginning(over_time)
+    mask = 256 * 512
+    kept = over_time.filter(stage=0)["bytes"].filter(over_time.filter(stage=0)["class"] == "bookkeeping")
+    assert kept.max() >= (4 if schedule == "gpipe" else 2) * mask
+
+
+def replayed(model: Transformer, layout: Parallelism, train: Training) -> pl.DataFrame:
+    """Memory over the time of a step that is replayed."""
+    cluster = Cluster(gpu="H100-SXM-80GB", gpus_per_node=1, nodes=layout.world, between="InfiniBand NDR 400")
+    return estimate(model, layout, train, cluster).memory_over_time
+
+
+def at_the_end(over_time: pl.DataFrame) -> dict[tuple[int, str], int]:
+    """Bytes by stage and class."""
+    last = over_time.filter(pl.col("time_ns") == pl.col("time_ns").max())
+    return {(stage, name): size for stage, name, size in last.select("stage", "class", "bytes").iter_rows()}
+
+
+def at_the_beginning(over_time: pl.DataFrame) -> dict[tuple[int, str], int]:
+    first = over_time.filter(pl.col("time_ns") == pl.col("time_ns").min().over("stage"))
+    return {(stage, name): size for stage, name, size in first.select("stage", "class", "bytes").iter_rows()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "train"),
+    [
+        pytest.param({"schedule": "zb-h1"}, {}, id="passes that it has not"),
+        pytest.param({"schedule": "interleaved", "chunks": 2}, {}, id="chunks that it has not"),
+        pytest.param({}, {"global_batch": 32}, id="too few micro-batches"),
+        pytest.param({}, {"global_batch": 8}, id="too many"),
+    ],
+)
+def test_ops_of_other_passes_have_no_memory_over_time(layout, train):
+    found = estimated("1f1b", "none")
+    layout = msgspec.structs.replace(found.layout, **layout)
+    train = msgspec.structs.replace(found.train, **train)
+    with pytest.raises(LayoutError, match=r"ops are of other passes than \S+ has of \d+ micro-batches: give an est"):
+        memory_over_time(found.model, layout, train, found.result.ops)
 
 
 def test_ops_of_another_layout_have_no_memory_over_time():

@@ -12,6 +12,7 @@ from lumos_nb.errors import LayoutError
 from lumos_nb.layout import Parallelism, Training, Transformer, check
 from lumos_nb.workloads.llm.passing_memory import BACKWARD, BETWEEN, FORWARD, HEAD, WEIGHTS, Passing, counted
 from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Parts, alone, summed, total
+from lumos_nb.workloads.llm.schedule import order
 
 __all__ = ["CLASSES", "memory", "memory_over_time", "peak_bytes", "peaks"]
 
@@ -96,55 +97,82 @@ def memory_over_time(model: Transformer, layout: Parallelism, train: Training, o
         raise LayoutError(
             f"the ops are of ranks {sorted(ops['rank'].unique())}; pp is {layout.pp}: give an estimate's."
         )
-    spans, begin_ns = _spans(ops), int(ops.select(pl.min("start_ns")).item())
-    end_ns = int(ops.select((pl.col("start_ns") + pl.col("dur_ns")).max()).item())
-    ranks = []
-    for stage in range(layout.pp):
-        own = _over_passes(model, layout, train, stage, spans.filter(rank=stage), begin_ns)
-        ranks += [own, own.tail(1).with_columns(time_ns=pl.lit(end_ns, pl.Int64))]
-    dense = pl.concat(ranks).unique(["stage", "time_ns"], keep="last", maintain_order=True)
+    (passes, spans), begin_ns = _passes(model, layout, train, ops), int(ops.select(pl.min("start_ns")).item())
+    ranks = [
+        _over_passes(model, layout, train, stage, passes.filter(rank=stage), spans.filter(rank=stage), begin_ns)
+        for stage in range(layout.pp)
+    ]
+    last_ns = [ops.select((pl.col("start_ns") + pl.col("dur_ns")).max()).item(), *(own["time_ns"][-1] for own in ranks)]
+    ends = [own.tail(1).with_columns(time_ns=pl.lit(max(last_ns), pl.Int64)) for own in ranks]
+    dense = pl.concat([*ranks, *ends]).unique(["stage", "time_ns"], keep="last", maintain_order=True)
     long = dense.unpivot(index=["stage", "time_ns"], variable_name="class", value_name="bytes")
     used = long.filter((pl.col("bytes") > 0).any().over("class")).with_columns(pl.col("bytes").round().cast(pl.Int64))
     return used.sort("stage", "time_ns", "class")
 
 
-def _spans(ops: pl.DataFrame) -> pl.DataFrame:
-    """When each rank is at a layer of a pass (or at `HEAD`; None: at the embedding); `row` counts passes: 1, 3, 5.."""
+PASS = ("rank", "micro_batch", "chunk", "phase")
+
+
+def _passes(
+    model: Transformer, layout: Parallelism, train: Training, ops: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The passes of each rank, and when it is at a layer of one (or at `HEAD`; None: at the embedding).
+
+    They are those of the schedule, counted by `row` (1, 3, 5..): one for which nothing runs, as of a frozen embedding
+    without layers, frees what its forward pass kept when its turn comes, at the end of the pass before.
+    """
+    count = train.micro_batches(layout)
+    rank, phase, micro_batch, chunk, depth = order(layout.schedule, layout.pp, count, layout.chunks)
+    passes = pl.DataFrame(dict(zip(PASS, (rank, micro_batch, chunk, phase), strict=True)))
+    passes = passes.with_columns(
+        row=2 * pl.int_range(pl.len()).over("rank") + 1, layers=pl.Series(np.array(layout.layers_of(model))[depth])
+    )
     kernels = ops.filter(pl.col("kind") == "kernel", pl.col("micro_batch") >= 0, pl.col("phase") != "optimizer")
     layer = pl.col("layer").cast(pl.Int64).fill_null(HEAD)
+    apart = (phase == WEIGHTS).any()  # else gradients of weights are made in the backward pass
+    numbers = {"forward": FORWARD, "backward": BACKWARD, "backward_weight": WEIGHTS if apart else BACKWARD}
     spans = kernels.group_by(
-        "rank", "micro_batch", "chunk",
-        phase=pl.col("phase").replace_strict({"forward": FORWARD, "backward": BACKWARD, "backward_weight": WEIGHTS}),
+        pl.col(PASS[:3]).cast(pl.Int64),
+        phase=pl.col("phase").replace_strict(numbers, default=None, return_dtype=pl.Int64),
         layer=pl.when(~pl.col("name").str.starts_with("embedding")).then(layer),
     ).agg(begin_ns=pl.min("start_ns"), end_ns=(pl.col("start_ns") + pl.col("dur_ns")).max())  # fmt: skip
-    began = pl.min("begin_ns").over("rank", "micro_batch", "chunk", "phase")
-    return spans.with_columns(row=2 * began.rank("dense").over("rank").cast(pl.Int64) - 1).sort("rank", "row")
+    spans = spans.join(passes, on=PASS, how="left")
+    ended = spans.group_by("rank", "row").agg(pl.max("end_ns"))
+    passes = passes.join(ended, on=["rank", "row"], how="left", maintain_order="left")
+    idle, ran = pl.col("end_ns").is_null(), passes.drop_nulls("end_ns")
+    early = ran.filter((pl.col("end_ns").diff() < 0).over("rank"))
+    if spans["row"].null_count() or early.height or passes.filter(idle, pl.col("layers") > 0).height:
+        raise LayoutError(
+            f"the ops are of other passes than {layout.schedule} has of {count} micro-batches: give an estimate's, "
+            "with its layout and training."
+        )
+    return passes, spans
 
 
 def _over_passes(
-    model: Transformer, layout: Parallelism, train: Training, stage: int, spans: pl.DataFrame, begin_ns: int
-) -> pl.DataFrame:
+    model: Transformer, layout: Parallelism, train: Training, stage: int, passes: pl.DataFrame, spans: pl.DataFrame,
+    begin_ns: int,
+) -> pl.DataFrame:  # fmt: skip
     """Bytes of one rank, a column a class, at each moment of its passes and between them."""
-    passes = spans.group_by("row", maintain_order=True).agg(pl.first("phase", "chunk"), pl.max("end_ns"))
-    count = 2 * passes.height + 1
-    phase, chunk, until_ns = np.full(count, BETWEEN), np.zeros(count, np.int64), np.full(count, begin_ns)
+    count, ended = 2 * passes.height + 1, passes["end_ns"].forward_fill().fill_null(begin_ns)
+    phase, chunk, time_ns = np.full(count, BETWEEN), np.zeros(count, np.int64), np.full(count, begin_ns)
     phase[1::2], chunk[1::2] = passes["phase"], passes["chunk"]
-    until_ns[1::2] = until_ns[2::2] = passes["end_ns"]
+    time_ns[2::2] = ended
+    time_ns[1::2] = ended - passes["end_ns"].is_not_null().cast(pl.Int64)  # a moment before the pass has ended
     ranks = Passing.of(model, layout, train, counted(np.full(count, stage), phase, chunk, layout.chunks))
     lasting, parts = ranks.lasting(), []
     for name, layer, there, part in ranks.moments(whole=True):
         used, zero = summed([lasting, part]), np.zeros(count)
         frame = pl.DataFrame(
-            {"row": np.arange(count), "layer": np.broadcast_to(layer, count), "until_ns": until_ns}
+            {"row": np.arange(count), "layer": np.broadcast_to(layer, count), "time_ns": time_ns}
             | {of: used.get(of, zero) for of in CLASSES}
         )
         parts.append(frame.filter(there).with_columns(head=pl.lit(name == "head")))
     placed = pl.concat(parts).join(spans.select("row", "layer", "begin_ns"), on=["row", "layer"], how="left")
-    without = pl.col("until_ns") - (pl.col("row") % 2 == 1).cast(pl.Int64)
-    at = pl.coalesce(pl.col("begin_ns") + pl.col("head").cast(pl.Int64), without)
-    return placed.sort("row", maintain_order=True).select(
-        pl.lit(stage, pl.Int32).alias("stage"), at.alias("time_ns"), *CLASSES
-    )
+    at = pl.coalesce(pl.col("begin_ns") + pl.col("head").cast(pl.Int64), "time_ns")
+    placed, nth = placed.with_columns(at.alias("at")).sort("row", "at", maintain_order=True), pl.int_range(pl.len())
+    in_turn = (pl.col("at") - nth).cum_max() + nth  # each lasts a nanosecond at least, so that none is lost
+    return placed.select(pl.lit(stage, pl.Int32).alias("stage"), in_turn.alias("time_ns"), *CLASSES)
 
 
 def peak_bytes(model: Transformer, layout: Parallelism, train: Training) -> float:
