@@ -160,7 +160,8 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     else those of `dtype` of a whole micro-batch are there too; `bucket_copies` holds gradients a second time, in the
     buckets that are reduced; `regather` gathers a sequence that is spread anew in the backward pass, where else the
     whole is kept; `logit_bytes` are alive at once for each logit of a micro-batch (12 in torch's
-    cross_entropy: three fp32 copies).
+    cross_entropy: three fp32 copies; in bf16 2 where the gradient takes the logits' place), of which the loss keeps 4
+    at most until its backward pass.
 
     What runs beside products: `overlap_grads` sums of gradients, `overlap_weights` gathered weights (of ZeRO 1 and 2 in
     the next step's first pass, of ZeRO 3 one unit ahead), `overlap_pp` messages between stages, `overlap_wgrad` sums of
@@ -208,6 +209,9 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._checked("bucket_bytes", "prefetch", "logit_bytes", "lora")
         if (tokens := self.global_batch * self.seq) > MOST_TOKENS:
             raise self.refusal("global_batch", f"that makes {tokens:,} tokens a step: give {MOST_TOKENS:,} at most")
+        if self.logit_bytes < (least := SIZE_OF[self.kept_dtype]):
+            advice = f"the head makes logits of {least} bytes ({self.kept_dtype}): give at least {least}"
+            raise self.refusal("logit_bytes", advice)
         if not 0 <= self.capacity < math.inf:
             raise self.refusal("capacity", "give the capacity factor of experts, or 0 where no token is dropped")
         if not 0 <= (self.launch_us or 0) < math.inf:

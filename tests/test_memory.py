@@ -81,6 +81,7 @@ ALONE, CUT, SPREAD = {"tp": 1}, {"tp": 2}, {"tp": 4, "sequence_parallel": True}
         pytest.param(LLAMA, SPREAD, {"regather": False}, id="Llama that keeps gathered sequences"),
         pytest.param(LLAMA, ALONE, {"lora": 4}, id="Llama that is frozen but for adapters"),
         pytest.param(GPT, CUT, {"lora": 4}, id="GPT that is frozen but for adapters"),
+        pytest.param(LLAMA, ALONE, {"lora": 4, "logit_bytes": 2}, id="a loss that leaves a gradient for its logits"),
     ],
 )
 def test_torch_saves_and_peaks_as_counted(model, layout, train, recompute):
@@ -89,7 +90,7 @@ def test_torch_saves_and_peaks_as_counted(model, layout, train, recompute):
 
     layout = Parallelism(**layout)
     train = msgspec.structs.replace(PLAIN, recompute=recompute, **train)
-    for vocab in (4096, 64):  # the peak is in the loss; in a layer
+    for vocab in (32768, 4096, 64):  # the peak is in the loss; in a layer
         model = msgspec.structs.replace(model, vocab=vocab)
         net = real.Decoder(model, layout, train)
         weights = list(net.parameters())
@@ -187,6 +188,28 @@ def test_gradients_and_optimizer_states_of_mixed_precision_peak_as_counted(zero,
             for weight in () if fused else weights:
                 add(weight)
     assert memory(model, layout, train)["bytes"].sum() == pytest.approx(alive.most, rel=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "logit_bytes"), [("bf16", 0), ("bf16", 1), ("fp8", 1), ("fp32", 3), ("tf32", 2)])
+def test_a_loss_has_its_logits_whole_at_least(dtype, logit_bytes):
+    with pytest.raises(LayoutError, match=rf"logit_bytes is {logit_bytes}; the head makes logits of . bytes \("):
+        msgspec.structs.replace(PLAIN, dtype=dtype, logit_bytes=logit_bytes)
+
+
+def test_a_loss_keeps_no_more_of_its_logits_than_it_ever_has_and_fp32_at_most():
+    """Beside what the last micro-batch has alive, gpipe keeps the others'."""
+    layout, count = Parallelism(pp=2, schedule="gpipe"), 4
+    model = msgspec.structs.replace(LLAMA, layers=2, vocab=100_000)
+    train = msgspec.structs.replace(PLAIN, global_batch=2 * count)
+    logits = 100_000 * 2 * 2048
+    used = {
+        size: of(memory(model, layout, msgspec.structs.replace(train, logit_bytes=size)), "logits", stage=1)
+        for size in (2, 3, 4, 6, 12)
+    }
+    inputs = count * 2 * 2 * 1024 * 2 * 2048  # of the norm and of the head
+    assert {size: used[size] - inputs for size in used} == {
+        size: logits * (size + (count - 1) * min(size, 4)) for size in used
+    }
 
 
 SIZES = Transformer(layers=24, hidden=512, heads=8, kv_heads=4, ffn=1024, vocab=1000)
@@ -293,7 +316,7 @@ def test_as_many_micro_batches_are_held_as_the_schedule_has_in_flight(kind):
     each = 24 // 4 // chunks * sum(size for name, size in layer.kept().items() if "statistics" not in name)
     put_off = 24 // 4 // chunks * layer.put_off()
     frame = memory(
-        SIZES, Parallelism(pp=4, chunks=chunks, schedule=kind), msgspec.structs.replace(train, logit_bytes=1)
+        SIZES, Parallelism(pp=4, chunks=chunks, schedule=kind), msgspec.structs.replace(train, logit_bytes=2)
     )
     for stage, flying, until in in_flight(schedule(kind, 4, 16, chunks)).rows():
         if frame.filter(pl.col("stage") == stage)["moment"][0] in ("loss", "backward"):

@@ -359,13 +359,18 @@ class Ranks:
         """Numbers of a micro-batch on a rank."""
         return np.ceil(self.model.vocab / self.tp) * self.tokens
 
+    @property
+    def loss_keeps(self) -> float:
+        """Bytes of a logit that the loss keeps: fp32, or as few as are ever alive at once."""
+        return min(4.0, self.train.logit_bytes)
+
     def kept_logits(self) -> Parts:
         """What the head and the loss keep of a micro-batch."""
-        return {"logits": self.last * (4.0 * self.logits + self.hidden_bytes[2])}
+        return {"logits": self.last * (self.loss_keeps * self.logits + self.hidden_bytes[2])}
 
     def one_loss(self) -> Parts:
         """What the loss has beyond that."""
-        return {"logits": self.last * (self.train.logit_bytes - 4.0) * self.logits}
+        return {"logits": self.last * (self.train.logit_bytes - self.loss_keeps) * self.logits}
 
     def head(self) -> Parts:
         """What the backward pass of the head makes and needs."""
