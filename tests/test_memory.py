@@ -412,8 +412,6 @@ def test_a_frame_has_every_class_of_every_stage_and_the_share_asked_for():
     used = frame.filter(pl.col("class") != "fragmentation").group_by("stage").agg(pl.col("bytes").sum()).sort("stage")
     held = frame.filter(pl.col("class") == "fragmentation").sort("stage")
     assert held["bytes"].to_list() == pytest.approx((used["bytes"] / 4).to_list(), abs=10)
-    with pytest.raises(LayoutError, match="fragmentation is -1"):
-        memory(Transformer.named("llama-3-8b"), layout, train, fragmentation=-1)
     with pytest.raises(LayoutError, match="tp is 64"):
         memory(Transformer.named("llama-3-8b"), Parallelism(tp=64), train)
 

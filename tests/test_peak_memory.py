@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from fractions import Fraction
 from itertools import pairwise
 
 import msgspec
@@ -10,6 +13,7 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 
+from lumos_nb.errors import InputError, LayoutError
 from lumos_nb.layout import Cluster, Parallelism, Training, Transformer
 from lumos_nb.transformer import Moe
 from lumos_nb.workloads.llm.candidates import candidate, candidates
@@ -63,6 +67,7 @@ MODELS = {
     "experts behind dense layers": msgspec.structs.replace(DENSE, moe=Moe(experts=8, topk=2, ffn=2048, first=3)),
     "experts in turn": msgspec.structs.replace(DENSE, moe=Moe(experts=8, topk=2, ffn=2048, every=2)),
 }
+TRAIN = Training(micro_batch=1, global_batch=8, seq=2048)
 TRAINS = {
     "usual": {},
     "apart": {"fused_grads": False, "bucket_copies": True, "dropout": True, "flash": False, "prefetch": 2},
@@ -88,3 +93,28 @@ def test_peaks_of_many_layouts_are_those_counted_pass_by_pass(model, train):
         assert used == pytest.approx(plain.max(), rel=1e-12), row
         assert plain[at] == pytest.approx(used, rel=1e-12), row
         assert at == np.flatnonzero(plain > used * (1 - 1e-12))[0], row
+
+
+@pytest.mark.parametrize(
+    "fragmentation", ["0.1", None, [0.1], True, 1j, -1, -0.1, math.nan, math.inf, 10**400], ids=str
+)
+def test_fragmentation_is_a_finite_number(fragmentation):
+    with pytest.raises(InputError, match=r"fragmentation=.+: give a finite number of at least 0\."):
+        memory(DENSE, Parallelism(), TRAIN, fragmentation=fragmentation)
+
+
+@pytest.mark.parametrize(
+    ("seq", "fragmentation"), [(2048, 1e300), (2048, 2**1000), (2048, sys.float_info.max), (2**31 - 1, 0.0)]
+)
+def test_bytes_that_no_int64_counts_are_refused(seq, fragmentation):
+    train = msgspec.structs.replace(TRAIN, seq=seq, flash=False)
+    with pytest.raises(LayoutError, match=r"a rank needs \S+ bytes, with fragmentation=\S+, of 4.6e\+18 at most: give"):
+        memory(DENSE, Parallelism(), train, fragmentation=fragmentation)
+
+
+def test_a_fraction_of_any_kind_is_a_share():
+    half = [
+        memory(DENSE, Parallelism(), TRAIN, fragmentation=share) for share in (0.5, Fraction(1, 2), np.float64(0.5))
+    ]
+    assert half[0].equals(half[1])
+    assert half[0].equals(half[2])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.errors import LayoutError
+from lumos_nb.errors import LayoutError, require_number, shown
 from lumos_nb.layout import Parallelism, Training, Transformer, check
 from lumos_nb.workloads.llm.passing_memory import BACKWARD, BETWEEN, FORWARD, HEAD, WEIGHTS, Passing, counted
 from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Parts, alone, summed, total
 from lumos_nb.workloads.llm.schedule import order
 
 __all__ = ["CLASSES", "memory", "memory_over_time", "peak_bytes", "peaks"]
+
+MOST_BYTES = 2**62
+"""Of a rank: what an int64 counts."""
 
 
 def memory(model: Transformer, layout: Parallelism, train: Training, *, fragmentation: float = 0.0) -> pl.DataFrame:
@@ -38,7 +39,9 @@ def memory(model: Transformer, layout: Parallelism, train: Training, *, fragment
     Raises
     ------
     LayoutError
-        The three do not go together, or `fragmentation` is negative.
+        The three do not go together, or a rank needs more bytes than an int64 counts.
+    InputError
+        `fragmentation` is no finite number of at least 0.
 
     Examples
     --------
@@ -48,21 +51,30 @@ def memory(model: Transformer, layout: Parallelism, train: Training, *, fragment
     {'weights': 16060522496, 'optimizer': 12045391872}
     """
     check(model, layout, train)
-    if not 0 <= fragmentation < math.inf:
-        raise LayoutError(f"fragmentation is {fragmentation}; give a share of at least 0.")
+    require_number(0, fragmentation=fragmentation)
     moment, used = _fullest(model, layout, train)
-    used["fragmentation"] = fragmentation * total(used)
+    with np.errstate(over="ignore"):
+        used["fragmentation"] = float(fragmentation) * total(used)
+    _require_countable(total(used).max(), fragmentation)
     by_class = np.stack([used[name] for name in CLASSES], axis=1)
     return pl.DataFrame(
         {
             "stage": np.repeat(np.arange(layout.pp), len(CLASSES)),
             "class": CLASSES * layout.pp,
-            "bytes": np.rint(by_class).ravel(),
+            "bytes": np.rint(by_class).ravel().astype(np.int64),
             "moment": np.repeat(moment, len(CLASSES)),
         },
         schema={"stage": pl.Int32, "class": pl.String, "bytes": pl.Int64, "moment": pl.String},
-        strict=False,
     )
+
+
+def _require_countable(most: float, fragmentation: float = 0.0) -> None:
+    """Raise LayoutError for a rank that needs more bytes than an int64 counts."""
+    if not most < MOST_BYTES:
+        raise LayoutError(
+            f"a rank needs {most:.1e} bytes, with fragmentation={shown(fragmentation)}, of {MOST_BYTES:.1e} at most: "
+            "give less of it, a shorter seq or a smaller micro_batch."
+        )
 
 
 def memory_over_time(model: Transformer, layout: Parallelism, train: Training, ops: pl.DataFrame) -> pl.DataFrame:
@@ -86,7 +98,7 @@ def memory_over_time(model: Transformer, layout: Parallelism, train: Training, o
     Raises
     ------
     LayoutError
-        As `memory`, or the ops are not those of this layout.
+        As `memory`, or the ops are not those of this layout and training.
 
     Examples
     --------
@@ -105,6 +117,7 @@ def memory_over_time(model: Transformer, layout: Parallelism, train: Training, o
     last_ns = [ops.select((pl.col("start_ns") + pl.col("dur_ns")).max()).item(), *(own["time_ns"][-1] for own in ranks)]
     ends = [own.tail(1).with_columns(time_ns=pl.lit(max(last_ns), pl.Int64)) for own in ranks]
     dense = pl.concat([*ranks, *ends]).unique(["stage", "time_ns"], keep="last", maintain_order=True)
+    _require_countable(dense.select(pl.sum_horizontal(CLASSES).max()).item())
     long = dense.unpivot(index=["stage", "time_ns"], variable_name="class", value_name="bytes")
     used = long.filter((pl.col("bytes") > 0).any().over("class")).with_columns(pl.col("bytes").round().cast(pl.Int64))
     return used.sort("stage", "time_ns", "class")
