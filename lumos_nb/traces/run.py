@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import polars as pl
 
+from lumos_nb.display import how_many
 from lumos_nb.errors import RunError
 from lumos_nb.executors import spread
 from lumos_nb.schema import EVENTS
