@@ -79,9 +79,11 @@ def _by_address(address: str, function: Callable[[Given], Made], items: Iterable
         raise ExecutorError(
             f"executor is the address {shown(address)}, which needs Dask: pip install 'lumos_nb[cluster]'."
         ) from None
+    client: Any = Client.__new__(Client)  # before it connects, or nobody could close what is left where it does not
     try:
-        client: Any = Client(address, timeout=CONNECT_S, set_as_default=False)  # type: ignore[no-untyped-call]
+        client.__init__(address, timeout=CONNECT_S, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:
+        client.close()
         raise ExecutorError(
             f"no Dask scheduler answers at {shown(address)} ({error}); give the address that it prints when it starts."
         ) from error

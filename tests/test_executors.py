@@ -202,6 +202,23 @@ def test_no_scheduler_and_no_executor_are_refused(monkeypatch: pytest.MonkeyPatc
         list(spread("tcp://127.0.0.1:1", abs, [1]))
 
 
+NOBODY = """
+from lumos_nb import executors
+executors.CONNECT_S = 0.5
+for address in ("tcp://127.0.0.1:1", "tcp://", "inproc://x/1", "127.0.0.1:99999999"):
+    try:
+        list(executors.spread(address, abs, [1]))
+    except executors.ExecutorError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_an_address_where_nobody_answers_leaves_nothing_behind() -> None:
+    """A client that was not closed says so when the program ends."""
+    done = subprocess.run([sys.executable, "-c", NOBODY], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["ExecutorError"] * 4, "")
+
+
 def test_a_pool_that_is_shut_down_and_a_class_are_refused(tmp_path: Path) -> None:
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
