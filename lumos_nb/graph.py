@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -178,6 +178,10 @@ class Recording(Shown):
     groups: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=GROUPS))
     filled: Mapping[int, int] = field(default_factory=dict)
     run: Run | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: not what was found out in the meantime, which may be larger and is found out again."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def _title(self) -> str:
         ranks = f"{self.ops['rank'].n_unique() - len(self.filled)} of {self.world_size} ranks"

@@ -24,6 +24,7 @@ import lumos_nb as ln
 from benchmarks import llm_accuracy
 from lumos_nb.errors import ExecutorError, InputError
 from lumos_nb.executors import spread
+from lumos_nb.graph import Recording, build_graph
 from lumos_nb.traces.cache import load
 from lumos_nb.traces.files import read_file
 
@@ -144,6 +145,19 @@ def test_tables_travel_as_arrow_and_runs_as_paths(pool: Executor, tmp_path: Path
     (answer,) = spread(pool, partial(read_file, cache=tmp_path, by_path=True, strict=True), [file])
     assert isinstance(answer, Path)
     assert load(answer).events.equals(events)
+
+
+def test_a_recording_travels_without_what_was_found_out_of_it() -> None:
+    recording = Recording.of(ln.load_run(ln.datasets.path("gpt-ddp")))
+    sent = pickle.dumps(recording)
+    graph, times = build_graph(recording), recording.step_times()
+    assert len(pickle.dumps(recording)) == len(sent)
+    arrived = pickle.loads(pickle.dumps(recording))
+    assert arrived.step_times().equals(times)
+    assert arrived.ops.equals(recording.ops)
+    again = build_graph(arrived)
+    assert again.ops.equals(graph.ops)
+    assert again.edges.equals(graph.edges)
 
 
 def test_what_a_partial_holds_reaches_each_worker_once_and_not_with_each_item(pool: Executor, tmp_path: Path) -> None:
