@@ -7,16 +7,26 @@ file of the same fields.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 
 from lumos_nb import datasets
 from lumos_nb.display import html_fields
-from lumos_nb.errors import UNDECODABLE, InputError, SheetError, named, require_kinds, shown
+from lumos_nb.errors import (
+    ABOVE_0,
+    UNDECODABLE,
+    InputError,
+    SheetError,
+    is_number,
+    is_whole,
+    named,
+    require_kinds,
+    shown,
+)
 
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
 """Names of number formats; `fp16/bf16`, as some figures say, is read as fp16, which runs at the same rate."""
@@ -28,6 +38,19 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: str
     aliases: tuple[str, ...] = ()
     source: str
+
+    def __post_init__(self) -> None:
+        name: object = self.name
+        called = name if isinstance(name, str) else type(self).__name__
+        for field, kind in _kinds(type(self)).items():
+            given = getattr(self, field)
+            if kind == dict[str, float]:
+                taken: object = _rates(called, field, given)
+            elif given is None and type(None) in get_args(kind):
+                continue
+            else:
+                taken = _taken(called, field, given, kind if kind in _TAKEN else get_args(kind)[0])
+            msgspec.structs.force_setattr(self, field, taken)
 
     def to_json(self) -> str:
         """The sheet as JSON text; `read_sheet` takes it back."""
@@ -47,7 +70,7 @@ class Gpu(Sheet, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Raises
     ------
     SheetError
-        A number is not positive, or a format is unknown.
+        A number is not positive, a field of another kind than it should be, or a format is unknown.
 
     Examples
     --------
@@ -69,8 +92,7 @@ class Gpu(Sheet, frozen=True, kw_only=True, forbid_unknown_fields=True):
     process_nm: float | None = None
 
     def __post_init__(self) -> None:
-        numbers = {f: getattr(self, f) for f in self.__struct_fields__ if isinstance(getattr(self, f), float | int)}
-        _positive(self.name, {**numbers, **self.peak_flops})
+        super().__post_init__()
         if unknown := set(self.peak_flops) - set(DTYPES):
             raise SheetError(
                 f"{self.name}: unknown number format(s) {', '.join(sorted(unknown))}; known: {', '.join(DTYPES)}."
@@ -101,6 +123,11 @@ class Fabric(Sheet, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `bytes_per_s` is what one GPU can send while it receives as much (one direction); `max_gpus` is how many the tier
     joins (None: any number, as a network between nodes does). `reduces` says whether switches add up themselves (NVLS,
     SHARP): an all-reduce may then exceed the wire rate.
+
+    Raises
+    ------
+    SheetError
+        As of `Gpu`.
     """
 
     bytes_per_s: float
@@ -108,17 +135,46 @@ class Fabric(Sheet, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_gpus: int | None = None
     reduces: bool = False
 
-    def __post_init__(self) -> None:
-        _positive(self.name, {"bytes_per_s": self.bytes_per_s, "latency_us": self.latency_us})
-
 
 AnySheet = TypeVar("AnySheet", Gpu, Fabric)
 
 
-def _positive(name: str, numbers: dict[str, float]) -> None:
-    for field, value in numbers.items():
-        if not 0 < value < float("inf"):
-            raise SheetError(f"{name}: {field} is {value}; a data sheet needs a positive number.")
+class _Takes(NamedTuple):
+    """What a field of a kind takes: a test, what makes one of Python's of it, and words for it."""
+
+    fits: Callable[[Any], bool]
+    made: Callable[[Any], object]
+    words: str
+
+
+_TAKEN: dict[Any, _Takes] = {
+    bool: _Takes(lambda given: isinstance(given, bool), bool, "True or False"),
+    str: _Takes(lambda given: isinstance(given, str), str, "text"),
+    tuple[str, ...]: _Takes(
+        lambda given: isinstance(given, list | tuple) and all(isinstance(one, str) for one in given), tuple, "texts"
+    ),
+    int: _Takes(lambda given: is_whole(given, 1), int, "a positive whole number"),
+    float: _Takes(lambda given: is_number(given, ABOVE_0), float, "a positive number"),
+}
+
+
+@cache
+def _kinds(sheet: type[Sheet]) -> dict[str, Any]:
+    return get_type_hints(sheet)
+
+
+def _taken(called: str, field: str, given: object, kind: Any) -> object:
+    """A field's value as one of its kind, whoever wrote it: nothing else checks what one makes in Python."""
+    takes = _TAKEN[kind]
+    if not takes.fits(given):
+        raise SheetError(f"{called}: {field} is {shown(given)}; a data sheet needs {takes.words}.")
+    return takes.made(given)
+
+
+def _rates(called: str, field: str, given: object) -> dict[str, object]:
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise SheetError(f"{called}: {field} is {shown(given)}; give a rate for each number format, by its name.")
+    return {name: _taken(called, name, rate, float) for name, rate in given.items()}
 
 
 def read_sheet(path: str | Path, kind: type[AnySheet]) -> AnySheet:

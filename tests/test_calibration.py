@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,11 +14,11 @@ import polars as pl
 import pytest
 
 import lumos_nb as ln
-from lumos_nb.config import Gpu, find_gpu, read_sheet
+from lumos_nb.config import Fabric, Gpu, find_gpu, read_sheet
 from lumos_nb.costs.calibration import Calibration, calibrations, digest, load_calibration
 from lumos_nb.costs.fitting import fit_generic, fit_gpu
 from lumos_nb.costs.heldout import leave_groups_out, shape_groups
-from lumos_nb.errors import CalibrationError, InputError, SheetError
+from lumos_nb.errors import CalibrationError, InputError, SheetError, shown
 
 MINE = Gpu(
     name="my GPU", source="its data sheet", cores=142, clock_hz=2.52e9, memory_bytes=48e9, memory_bytes_per_s=864e9,
@@ -184,6 +187,47 @@ def test_a_sheet_goes_to_json_and_back(tmp_path: Path) -> None:
 def test_a_sheet_with_an_impossible_number_is_refused(field: str, value: object, message: str) -> None:
     with pytest.raises(SheetError, match=message):
         msgspec.structs.replace(MINE, **{field: value})
+
+
+NO_NUMBER = [10**5000, 10**400, True, "5", None, [5.0], np.float32("nan"), np.array([5.0, 6.0]), -1, 0, 5j]
+
+
+@pytest.mark.parametrize("value", NO_NUMBER, ids=shown)
+def test_what_is_no_number_of_a_sheet_is_named(value: Any) -> None:
+    with pytest.raises(SheetError, match=r"memory_bytes is .*; a data sheet needs a positive number"):
+        msgspec.structs.replace(MINE, memory_bytes=value)
+    with pytest.raises(SheetError, match=r"bf16 is .*; a data sheet needs a positive number"):
+        msgspec.structs.replace(MINE, peak_flops={"fp32": 1e12, "bf16": value})
+    for field, fabric in (("bytes_per_s", {"latency_us": 1}), ("latency_us", {"bytes_per_s": 1e9})):
+        with pytest.raises(SheetError, match=f"net: {field} is .*; a data sheet needs a positive number"):
+            Fabric(name="net", source="", **{field: value}, **fabric)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cores", 1.5), ("cores", "8"), ("name", 5), ("name", None), ("source", b"x"),
+        ("aliases", "H100"), ("aliases", [1]),
+        ("peak_flops", None), ("peak_flops", [1e12]), ("peak_flops", {1: 1e12}), ("board_power_w", "700"),
+        ("process_nm", True),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_kind_is_named(field: str, value: object) -> None:
+    with pytest.raises(SheetError, match=rf"^(Gpu|my GPU): {field} is {re.escape(shown(value))}; "):
+        msgspec.structs.replace(MINE, **{field: value})
+    for field, value in (("max_gpus", 0), ("max_gpus", 2.0), ("reduces", "no")):
+        with pytest.raises(SheetError, match=f"^net: {field} is {value!r}; a data sheet needs"):
+            Fabric(name="net", source="", bytes_per_s=1e9, latency_us=1, **{field: value})
+
+
+def test_numbers_of_any_library_are_taken_and_go_to_json(tmp_path: Path) -> None:
+    there = msgspec.structs.replace(
+        MINE, cores=np.int64(MINE.cores), clock_hz=np.float64(MINE.clock_hz), memory_bytes=Fraction(MINE.memory_bytes),
+        peak_flops={name: np.float64(rate) for name, rate in MINE.peak_flops.items()}, aliases=["mine"],
+    )  # fmt: skip
+    assert there == msgspec.structs.replace(MINE, aliases=("mine",))
+    (tmp_path / "mine.json").write_text(there.to_json())
+    assert read_sheet(tmp_path / "mine.json", Gpu) == there
 
 
 def test_a_format_that_a_gpu_does_not_compute_is_an_error() -> None:
