@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from lumos_nb.errors import LayoutError, require_number, shown
 from lumos_nb.layout import Parallelism, Training, Transformer, check
 from lumos_nb.workloads.llm.passing_memory import BACKWARD, BETWEEN, FORWARD, HEAD, WEIGHTS, Passing, counted
-from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Parts, alone, summed, total
+from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Known, Parts, alone, summed, total
 from lumos_nb.workloads.llm.schedule import order
 
 __all__ = ["CLASSES", "memory", "memory_over_time", "peak_bytes", "peaks"]
@@ -221,13 +221,14 @@ def peaks(model: Transformer, train: Training, layouts: pl.DataFrame) -> tuple[F
     (n,) float, (n,) int
         Bytes and pipeline rank, of every row of `layouts`.
     """
-    found = [_peaks(model, train, block) for block in layouts.iter_slices(BLOCK)]
+    known: Known = {}
+    found = [_peaks(model, train, block, known) for block in layouts.iter_slices(BLOCK)]
     most, stage = (np.concatenate(parts) for parts in zip(*found, strict=True)) if found else (np.zeros(0),) * 2
     return most, stage.astype(np.int64)
 
 
-def _peaks(model: Transformer, train: Training, layouts: pl.DataFrame) -> tuple[Floats, Ints]:
-    passes = Passing.fullest(model, train, layouts, each=False)
+def _peaks(model: Transformer, train: Training, layouts: pl.DataFrame, known: Known) -> tuple[Floats, Ints]:
+    passes = Passing.fullest(model, train, layouts, each=False, known=known)
     used = passes.most()
     most = np.maximum.reduceat(used, np.searchsorted(passes.row, np.arange(layouts.height)))
     stage = np.where(used == most[passes.row], passes.stage, np.iinfo(np.int64).max)

@@ -6,8 +6,9 @@ enough beside which no other of its kind has more in flight (`fullest`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from lumos_nb.layout import Parallelism, Training, Transformer
-from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Parts, Ranks, alone, summed, times, total
+from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Known, Parts, Ranks, alone, summed, times, total
 from lumos_nb.workloads.llm.schedule import order
 
 FORWARD, BACKWARD, WEIGHTS, BETWEEN = range(4)
@@ -67,26 +68,70 @@ def counted(stage: Ints, phase: Ints, chunk: Ints, chunks: int) -> Passes:
 
 
 @lru_cache(maxsize=1024)
-def fullest(kind: str, pp: int, count: int, chunks: int, alike: bool, each: bool) -> Passes:
+def fullest(
+    kind: str, pp: int, count: int, chunks: int, experts: tuple[bool, ...], split: tuple[int, ...], each: bool
+) -> Passes:
     """The passes of a schedule of which one has the peak: with `each` of every rank, else of all ranks together.
 
-    Bytes are sums of what is in flight, each count times a size that passes of one group share. So no pass has the peak
-    than which another of its group, or a mean of two, has as much or more of every count. Where chunks are `alike`,
-    sums over them say what is in flight, and all ranks between the ends are of one group. A forward pass there has no
-    more than the next backward pass of its rank: the passes before that are forward too, and free nothing.
+    `experts` says which layers of the model have any. Bytes are sums of what is in flight, each count times a size that
+    passes of one group share. So no pass has the peak than which another of its group, or a mean of two, has as much or
+    more of every count. Ranks whose chunks are like another's are of one group, and chunks of as many layers of each
+    kind are counted together. Of even stages a forward pass has no more than the next backward pass of its rank: the
+    passes before that are forward too, and free nothing.
     """
-    stage, phase, _, chunk, _ = order(kind, pp, count, chunks)
+    stage, phase, _, chunk, depth = order(kind, pp, count, chunks)
     every = counted(stage, phase, chunk, chunks)
-    if not alike:
-        kept = _unsurpassed([every.stage, every.phase, every.chunk], [*every.flying, *every.waiting])
-        return every.take(kept)
-    every = every.take(every.phase != FORWARD)
-    first, last = every.stage == 0, every.stage == (0 if kind == "zb-v" else pp - 1)
-    ends = [first & (every.chunk == 0), last & (every.chunk == chunks - 1)]
-    sums = [every.flying.sum(axis=0), every.waiting.sum(axis=0), first * every.flying[0]]
-    ranks = [every.stage] if each else [first, last]
-    sizes = [*sums, last * every.flying[-1], last * every.waiting[-1]]
-    return every.take(_unsurpassed([*ranks, every.phase, *ends], sizes))
+    if not split:
+        told = phase != FORWARD
+        every, depth = every.take(told), depth[told]
+    ends = np.cumsum([0, *(split or (len(experts) // (pp * chunks),) * (pp * chunks))])
+    orders = [experts[begin:end] for begin, end in pairwise(ends)]
+    of_order, of_mix = _numbered(orders), _numbered([(len(some), sum(some)) for some in orders])
+    at = np.arange(chunks)[:, None] * pp + np.arange(pp)
+    if kind == "zb-v":
+        at[1] = at[1, ::-1]  # the second chunk goes the ranks back
+    mixes, is_first, is_last = of_mix[at], np.arange(pp) == 0, np.arange(pp) == (0 if kind == "zb-v" else pp - 1)
+    alike = np.arange(pp) if each else _numbered(zip(*mixes.tolist(), is_first.tolist(), is_last.tolist(), strict=True))
+    first, last, here = is_first[every.stage], is_last[every.stage], mixes[:, every.stage]
+    groups = [
+        alike[every.stage],
+        every.phase,
+        of_order[depth],
+        first & (every.chunk == 0),
+        last & (every.chunk == chunks - 1),
+    ]
+    sizes = [(some * (here == mix)).sum(axis=0) for some in every[3:] for mix in range(of_mix.max() + 1)]
+    sizes += [first * every.flying[0], last * every.flying[-1], last * every.waiting[-1]]
+    return every.take(_unsurpassed(groups, sizes))
+
+
+def _numbered(things: Iterable[Hashable]) -> Ints:
+    """The number of each thing, like ones having the same."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(thing, len(numbers)) for thing in things])
+
+
+@lru_cache(maxsize=4096)
+def _turning(experts: tuple[bool, ...], bend: int | None = None) -> tuple[int, ...]:
+    """Layers of a chunk, backward, that beside its first and its last may be those of a peak.
+
+    From a layer to the next one of its kind, bytes change by the layers between: evenly while these are as many, and so
+    is what is gathered on each side of the `bend`, where there is one. The first and the last of each such run are
+    enough; where something bends, the last layer alone is unlike the others.
+    """
+    count, found = len(experts), set[int]()
+    spans = [range(count)] if bend is None else [range(min(bend + 1, count - 1)), range(bend, count - 1)]
+    before = [0, *accumulate(experts)]
+    for span in spans:
+        for kind in (False, True):
+            layers = [layer for layer in span if experts[layer] == kind]
+            steps = [(b - a, before[b] - before[a]) for a, b in pairwise(layers)]
+            found.update(
+                layers[:1],
+                layers[-1:],
+                (at for at, (a, b) in zip(layers[1:-1], pairwise(steps), strict=True) if a != b),
+            )
+    return tuple(sorted(found - {0, count - 1}, reverse=True))
 
 
 def _unsurpassed(groups: list[Ints], sizes: list[Ints]) -> Ints:
@@ -130,9 +175,9 @@ class Passing(Ranks):
 
     def __init__(
         self, model: Transformer, train: Training, layouts: pl.DataFrame, row: Ints, passes: Passes,
-        split: tuple[int, ...] = (),
+        split: tuple[int, ...] = (), known: Known | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, train, layouts, row, passes.stage, split)
+        super().__init__(model, train, layouts, row, passes.stage, split, known)
         self.passes = passes
         self.begin, self.end = self.chunk(passes.chunk)
         top = passes.chunk == self.v - 1
@@ -148,17 +193,18 @@ class Passing(Ranks):
 
     @classmethod
     def fullest(
-        cls, model: Transformer, train: Training, layouts: pl.DataFrame, split: tuple[int, ...] = (), *, each: bool
-    ) -> Passing:
+        cls, model: Transformer, train: Training, layouts: pl.DataFrame, split: tuple[int, ...] = (), *, each: bool,
+        known: Known | None = None,
+    ) -> Passing:  # fmt: skip
         """The passes of layouts of which one has the peak: with `each` of every rank, else of a layout."""
-        alike = not split and len({model.has_experts(layer) for layer in range(model.layers)}) == 1
+        experts = tuple(model.has_experts(layer) for layer in range(model.layers))
         count = train.global_batch // (pl.col("micro_batch") * pl.col("dp"))
         # Rounds of a pipeline repeat after the second; of gpipe all are in flight together.
         told = pl.when(pl.col("schedule") == "gpipe").then(count).otherwise(pl.min_horizontal(count, 3 * pl.col("pp")))
         keys = layouts.select("schedule", "pp", told.alias("count"), "chunks")
         distinct = keys.unique(maintain_order=True).with_row_index("cell")
         of = keys.join(distinct, on=keys.columns, how="left", maintain_order="left")["cell"].to_numpy()
-        cells = [fullest(*cell, alike, each) for cell in distinct.drop("cell").iter_rows()]
+        cells = [fullest(*cell, experts, split, each) for cell in distinct.drop("cell").iter_rows()]
         sizes = np.array([len(cell.stage) for cell in cells])
         row = np.repeat(np.arange(len(of)), sizes[of])
         begins = np.cumsum(sizes[of]) - sizes[of]
@@ -166,7 +212,7 @@ class Passing(Ranks):
         wide = max(len(cell.flying) for cell in cells)
         padded = (cell._replace(flying=_rows(cell.flying, wide), waiting=_rows(cell.waiting, wide)) for cell in cells)
         joined = Passes(*(np.concatenate(field, axis=-1) for field in zip(*padded, strict=True)))
-        return cls(model, train, layouts, row, joined.take(at), split)
+        return cls(model, train, layouts, row, joined.take(at), split, known)
 
     def beside(self) -> Parts:
         """What other micro-batches have in flight."""
@@ -184,17 +230,17 @@ class Passing(Ranks):
     def moments(self, *, whole: bool = False) -> Iterator[Moment]:
         """All moments that may be the peak; with `whole` each pass layer by layer, and what is between them."""
         beside, phase = self.beside(), self.passes.phase
-        mixed = len(self.layer_of) > 1
-        most = int((self.end - self.begin).max())
+        layers = [*range(int((self.end - self.begin).max()))]
         if whole or (phase == FORWARD).any():
-            yield from self._forward(beside, range(most))
-        yield from self._backward(beside, range(most) if whole or mixed else range(min(2, most)), ends=not whole)
+            yield from self._forward(beside, layers)
+        every = [self.end - 1 - number for number in layers[1:]]
+        yield from self._backward(beside, every if whole else self.turning(self.train.prefetch), ends=not whole)
         if self.apart.any():
-            yield from self._weights(beside, range(most) if whole or mixed else range(1))
+            yield from self._weights(beside, every if whole else self.turning(), ends=not whole)
         if whole:
             yield Moment("between", NONE, phase == BETWEEN, summed([beside, self.gathered(0, 0.0, 0.0)]))
 
-    def _forward(self, beside: Parts, layers: range) -> Iterator[Moment]:
+    def _forward(self, beside: Parts, layers: Iterable[int]) -> Iterator[Moment]:
         ids = times(self.embedded(), self.embeds)
         for number in layers:
             layer = np.minimum(self.begin + number, self.end)
@@ -202,7 +248,7 @@ class Passing(Ranks):
             gathered = self.gathered(np.minimum(1 + self.train.prefetch, self.end - layer), 0.0, 0.0)
             yield Moment("forward", layer, there, summed([beside, ids, self.kept(self.begin, layer), gathered]))
 
-    def _backward(self, beside: Parts, layers: range, *, ends: bool) -> Iterator[Moment]:
+    def _backward(self, beside: Parts, layers: Iterable[Ints], *, ends: bool) -> Iterator[Moment]:
         begin, end, backward, here = self.begin, self.end, self.passes.phase == BACKWARD, ~self.apart
         ahead, copied = 1 + self.train.prefetch, self.largest(trained=True)
         beside = summed([beside, times(self.embedded(), self.embeds)])
@@ -229,10 +275,10 @@ class Passing(Ranks):
             gone = [waiting, times(self.put_off(behind, end), self.apart), self.unfused(sums), gathered]
             return Moment(name, layer, there, summed([beside, self.kept(begin, behind), self.rise(layer), *gone]))
 
-        for number in layers:
-            yield going(end - 1 - number, "next layer" if number else "backward")
-        if ends:  # between the last layer for which all is gathered and the second, bytes change evenly
-            yield going(begin + self.train.prefetch, "next layer")
+        yield going(end - 1, "backward")
+        for layer in layers:
+            yield going(layer, "next layer")
+        if ends:
             yield going(begin, "gradients")
         sums, several = made + self.of_embedding, here * copied * (begin < end)
         waits = [
@@ -245,7 +291,7 @@ class Passing(Ranks):
         most = {name: np.maximum(size, gone[name]) for name, size in made.items()}
         yield Moment("last gradients", NONE, backward, summed([beside, *waits, most]))
 
-    def _weights(self, beside: Parts, layers: range) -> Iterator[Moment]:
+    def _weights(self, beside: Parts, layers: Iterable[Ints], *, ends: bool) -> Iterator[Moment]:
         """Of passes for the gradients of weights alone: each layer's are there, what it waited with has gone."""
         begin, end, weights, head = self.begin, self.end, self.passes.phase == WEIGHTS, self.of_head
         parts = [beside, self.put_off(begin, end), self.unfused(head), self.gathered(0, head, 0.0)]
@@ -259,12 +305,24 @@ class Passing(Ranks):
             parts = [beside, self.put_off(begin, layer), self.unfused(head + self.made(layer, end)), reduced]
             return Moment("weights", layer, there, summed(parts))
 
-        for number in layers:
-            yield done(end - 1 - number)
-        if len(layers) == 1:
+        yield done(end - 1)
+        for layer in layers:
+            yield done(layer)
+        if ends:
             yield done(begin)
         parts = [beside, self.unfused(head + self.made(begin, end)), self.gathered(0, head, head, without=head)]
         yield Moment("weights", NONE, weights, summed(parts))
+
+    def turning(self, bend: int | None = None) -> list[Ints]:
+        """Layers of each pass beside the ends of its chunk that may be those of a peak (`_turning`)."""
+        cells, of = np.unique(self.begin * (self.model.layers + 1) + self.end, return_inverse=True)
+        spans = [divmod(cell, self.model.layers + 1) for cell in cells.tolist()]
+        found = [[begin + at for at in _turning(self.experts[begin:end], bend)] for begin, end in spans]
+        most = max(map(len, found))
+        table = np.array(
+            [[*some, *[begin] * (most - len(some))] for some, (begin, _) in zip(found, spans, strict=True)]
+        )
+        return [*table.T[:, of]]
 
     def made(self, begin: Ints, end: Ints) -> Floats:
         """Numbers of the gradients of some layers."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -63,17 +64,22 @@ def _layer(
 
 
 @lru_cache(maxsize=4096)
-def _grown(
+def _climbs(
     model: Transformer, layout: Parallelism, train: Training, weights: tuple[Weight, ...], recompute: str
-) -> float:
-    """By how much more the backward pass of a layer rises where the gradients of its weights stay until it is done."""
+) -> tuple[float, ...]:
+    """How far the backward pass of a layer rises until the first of its weights has a gradient, and behind each."""
     made = layer_tensors(model, layout, train, experts=any(weight.part == "experts" for weight in weights))
-    stay: dict[str, float] = {}
+    return tuple(made.climbs(recompute, {op_of(weight) for weight in weights}))
+
+
+@lru_cache(maxsize=4096)
+def _stay(model: Transformer, layout: Parallelism, train: Training, weights: tuple[Weight, ...]) -> tuple[float, ...]:
+    """Numbers of the gradients that are there by then, where they stay until the layer is done."""
+    made = layer_tensors(model, layout, train, experts=any(weight.part == "experts" for weight in weights))
+    of_op: dict[str, float] = {}
     for weight in weights:
-        stay[op_of(weight)] = stay.get(op_of(weight), 0) + numbers_held(weight, model, layout)
-    number = SIZE_OF[train.kept_dtype]
-    grown = made.rise(recompute, {name: count * number for name, count in stay.items()})
-    return (grown - made.rise(recompute)) / number
+        of_op[op_of(weight)] = of_op.get(op_of(weight), 0) + numbers_held(weight, model, layout)
+    return tuple(accumulate((of_op[op.name] for op in reversed(made.ops) if op.name in of_op), initial=0.0))
 
 
 class _Numbers(NamedTuple):
@@ -110,6 +116,13 @@ def alone(layout: Parallelism, train: Training) -> pl.DataFrame:
     return pl.DataFrame([fields | {"micro_batch": train.micro_batch, "recompute": train.recompute}])
 
 
+Known = dict[str, dict[tuple[Any, ...], Floats]]
+"""What was counted before of the same model and training, by what it is and the axes that it depends on."""
+OF_LAYER = ("tp", "sequence_parallel", "cp", "etp", "recompute")
+OF_NUMBERS = ("tp", "ep", "etp")
+"""Axes on which tensors of a layer depend, and numbers of parameters."""
+
+
 class Ranks:
     """Pipeline ranks of layouts: `row` is the layout of each, and `stage` its place; `split` cuts stages unevenly."""
 
@@ -119,12 +132,14 @@ class Ranks:
 
     def __init__(
         self, model: Transformer, train: Training, layouts: pl.DataFrame, row: Ints, stage: Ints,
-        split: tuple[int, ...] = (),
+        split: tuple[int, ...] = (), known: Known | None = None,
     ) -> None:  # fmt: skip
+        self.known: Known = {} if known is None else known
+        self.one = msgspec.structs.replace(train, micro_batch=1)
         self.model, self.train, self.layouts, self.row, self.stage = model, train, layouts, row, stage
         self.number, self.grad_bytes = SIZE_OF[train.kept_dtype], SIZE_OF[train.grad_dtype]
         self.bounds = np.cumsum([0, *split]) if split else None
-        experts = [model.has_experts(layer) for layer in range(model.layers)]
+        self.experts = experts = tuple(model.has_experts(layer) for layer in range(model.layers))
         self.layer_of = {kind: experts.index(kind) for kind in (False, True) if kind in experts}
         self.experts_before = np.cumsum([0, *experts])
         self.tp, self.cp, self.pp, self.v = (self.axis(name) for name in ("tp", "cp", "pp", "chunks"))
@@ -147,59 +162,69 @@ class Ranks:
         """A column of the layouts, for each rank."""
         return self.layouts[name].to_numpy()[self.row]
 
-    def cells(self, names: Sequence[str], count: Callable[[Parallelism, int, str], Sequence[float]]) -> Floats:
-        """What depends on some axes alone, counted once for each of their combinations: (k, ranks)."""
+    def cells(self, what: str, names: Sequence[str], count: Callable[[Parallelism, str], Sequence[float]]) -> Floats:
+        """What depends on some axes alone, counted once for each of their combinations: (k, layouts)."""
+        known = self.known.setdefault(what, {})
         keys = self.layouts.select(names)
         distinct = keys.unique(maintain_order=True).with_row_index("cell")
         of = keys.join(distinct, on=names, how="left", maintain_order="left")["cell"].to_numpy()
-        counted = []
-        for cell in distinct.drop("cell").iter_rows(named=True):
-            recompute, micro_batch = cell.pop("recompute", "none"), cell.pop("micro_batch", 1)
-            room = cell.get("ep", 1) * (cell.get("etp", 0) or cell["tp"])
-            counted.append(count(Parallelism(dp=room, **cell), micro_batch, recompute))
-        return np.array(counted, np.float64).T[:, of[self.row]]
+        rows = distinct.drop("cell").rows()
+        for row in rows:
+            if row not in known:
+                cell = dict(zip(names, row, strict=True))
+                recompute = cell.pop("recompute", "none")
+                room = cell.get("ep", 1) * (cell.get("etp", 0) or cell["tp"])
+                known[row] = np.array(count(Parallelism(dp=room, **cell), recompute), np.float64)
+        found: Floats = np.stack([known[row] for row in rows], axis=1)[:, of]
+        return found
 
     @cached_property
     def layer(self) -> dict[bool, _Layer]:
         """A layer without and with experts."""
-        one = msgspec.structs.replace(self.train, micro_batch=1)
-        names = ("tp", "sequence_parallel", "cp", "etp", "recompute")
         kinds, size = [*self.layer_of], len(_Layer._fields)
         per = self.cells(
-            names, lambda layout, _, how: [x for kind in kinds for x in _layer(self.model, layout, one, kind, how)]
+            "layer",
+            OF_LAYER,
+            lambda layout, how: [x for kind in kinds for x in _layer(self.model, layout, self.one, kind, how)],
         )
-        return {kind: _Layer(*per[size * i : size * (i + 1)] * self.micro_batch) for i, kind in enumerate(kinds)}
+        per = (per * self.layouts["micro_batch"].to_numpy())[:, self.row]
+        return {kind: _Layer(*per[size * i : size * (i + 1)]) for i, kind in enumerate(kinds)}
 
     @cached_property
     def grown(self) -> dict[bool, Floats]:
         """Gradients of a layer without and with experts that are there at the peak of its own backward pass."""
-        names = ("tp", "sequence_parallel", "cp", "ep", "etp", "micro_batch", "recompute")
-        weights = [self.model.weights(layer) for layer in self.layer_of.values()]
-        if rank := self.train.lora:
-            weights = [tuple(a for w in some for a in w.adapters(rank)) for some in weights]
+        return {
+            kind: self._grown(kind, self.trained(self.model.weights(layer))) for kind, layer in self.layer_of.items()
+        }
 
-        def count(layout: Parallelism, micro_batch: int, recompute: str) -> list[float]:
-            train = msgspec.structs.replace(self.train, micro_batch=micro_batch)
-            return [_grown(self.model, layout, train, some, recompute) for some in weights]
+    def _grown(self, kind: bool, weights: tuple[Weight, ...]) -> Floats:
+        climbs = self.cells(
+            f"climbs {kind}", OF_LAYER, lambda layout, how: _climbs(self.model, layout, self.one, weights, how)
+        )
+        stay = self.cells(f"stay {kind}", OF_NUMBERS, lambda layout, _: _stay(self.model, layout, self.one, weights))
+        climbs = climbs * self.layouts["micro_batch"].to_numpy()
+        grown: Floats = ((climbs + self.number * stay).max(axis=0) - climbs.max(axis=0)) / self.number
+        return grown[self.row]
 
-        return dict(zip(self.layer_of, self.cells(names, count), strict=True))
+    def trained(self, weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+        """What is trained of some weights of a layer."""
+        rank = self.train.lora
+        return tuple(a for w in weights for a in w.adapters(rank)) if rank else weights
 
     @cached_property
     def numbers(self) -> dict[str | bool | tuple[bool, str], _Numbers]:
         """Parameters of the model's ends, of a layer without and with experts, and what is trained of one."""
-        model, rank = self.model, self.train.lora
-        first = model.first_weights()
+        model, first = self.model, self.model.first_weights()
         parts: dict[str | bool | tuple[bool, str], tuple[Weight, ...]] = {
             "first": first, "last": model.last_weights(), "copy": first[:1] if model.tied else (),
         }  # fmt: skip
         for kind, layer in self.layer_of.items():
-            weights = model.weights(layer)
-            parts[kind] = weights
-            parts[kind, "trained"] = tuple(a for w in weights for a in w.adapters(rank)) if rank else weights
+            parts[kind], parts[kind, "trained"] = model.weights(layer), self.trained(model.weights(layer))
         per = self.cells(
-            ("tp", "ep", "etp"),
-            lambda layout, *_: [x for some in parts.values() for x in _numbers(model, layout, some)],
-        )
+            "numbers",
+            OF_NUMBERS,
+            lambda layout, _: [x for some in parts.values() for x in _numbers(model, layout, some)],
+        )[:, self.row]
         return {name: _Numbers(*per[2 * i : 2 * i + 2]) for i, name in enumerate(parts)}
 
     def routed(self, begin: Ints, end: Ints) -> Ints:

@@ -7,7 +7,7 @@ lies in between, the sequence gathered anew, what is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
 from lumos_nb.layout import SIZE_OF, Parallelism, Training, Transformer
@@ -43,29 +43,31 @@ class LayerTensors(NamedTuple):
         again = {name for op in self.ops for name in op.repeats} if recompute == "selective" else set()
         return {name: self.size_bytes[name] for op in self.ops for name in op.saves if name not in again}
 
-    def rise(self, recompute: str = "none", weights: Mapping[str, float] | None = None) -> float:
-        """Most bytes alive in the backward pass above what the layer kept (the gradient of its output included).
+    def rise(self, recompute: str = "none") -> float:
+        """Most bytes alive in the backward pass above what the layer kept (the gradient of its output included)."""
+        return self.climbs(recompute)[0]
 
-        `weights` are bytes of the gradients that the weights of an op get and that stay until the layer is done.
-        """
+    def climbs(self, recompute: str = "none", marks: Container[str] = ()) -> list[float]:
+        """The same until the first of the marked ops goes back, and from each of these until the next."""
         kept = self.kept("none" if recompute == "full" else recompute)
         again = {name: self.size_bytes[name] for op in self.ops for name in op.repeats if name not in kept}
         needed = {name: op for op in reversed(self.ops) for name in op.saves}  # the op whose backward needs it last
         gradients = {self.ops[-1].makes: self.size_bytes[self.ops[-1].makes]}
-        start, most, stay = sum(self.kept(recompute).values()), 0.0, 0.0
+        start, most = sum(self.kept(recompute).values()), [0.0]
         for op in reversed(self.ops):
             made = {name: 0.0 if op.name.startswith("add") else self.size_bytes[name] for name in op.reads}
             if op.repeats:  # what they all saved is made again before the last of them goes back
                 kept, again = kept | again, {}
-            stay += (weights or {}).get(op.name, 0.0)
-            most = max(most, sum(sum(some.values()) for some in (kept, gradients, made)) + op.whole_bytes + stay)
+            if op.name in marks:
+                most.append(0.0)
+            most[-1] = max(most[-1], sum(sum(some.values()) for some in (kept, gradients, made)) + op.whole_bytes)
             passed = gradients.pop(op.makes)
             gradients.pop(op.also, None)
             if op.name.startswith("add"):  # both inputs have the gradient of the sum: one tensor
                 made[op.reads[0]] = passed
             gradients = {**made, **gradients}
             kept = {name: size for name, size in kept.items() if needed[name] is not op}
-        return most - start
+        return [size - start for size in most]
 
     def put_off(self) -> float:
         """Bytes that weight gradients need which are put off (zero-bubble schedules): inputs and output gradients."""
