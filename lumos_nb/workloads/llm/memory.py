@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from lumos_nb.errors import LayoutError, require_number, shown
 from lumos_nb.layout import Parallelism, Training, Transformer, check
 from lumos_nb.workloads.llm.passing_memory import BACKWARD, BETWEEN, FORWARD, HEAD, WEIGHTS, Passing, counted
-from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Known, Parts, alone, summed, total
+from lumos_nb.workloads.llm.rank_memory import CLASSES, Floats, Ints, Known, Parts, alone, coded, summed, total
 from lumos_nb.workloads.llm.schedule import order
 
 __all__ = ["CLASSES", "memory", "memory_over_time", "peak_bytes", "peaks"]
@@ -222,9 +222,14 @@ def peaks(model: Transformer, train: Training, layouts: pl.DataFrame) -> tuple[F
         Bytes and pipeline rank, of every row of `layouts`.
     """
     known: Known = {}
-    found = [_peaks(model, train, block, known) for block in layouts.iter_slices(BLOCK)]
-    most, stage = (np.concatenate(parts) for parts in zip(*found, strict=True)) if found else (np.zeros(0),) * 2
-    return most, stage.astype(np.int64)
+    by_passes = (
+        coded(layouts).with_row_index("at").sort("schedule", "chunks", "pp")
+    )  # so that those of a block have like ones
+    found = [_peaks(model, train, block, known) for block in by_passes.iter_slices(BLOCK)]
+    most, stage, at = np.zeros(layouts.height), np.zeros(layouts.height, np.int64), by_passes["at"].to_numpy()
+    if found:
+        most[at], stage[at] = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return most, stage
 
 
 def _peaks(model: Transformer, train: Training, layouts: pl.DataFrame, known: Known) -> tuple[Floats, Ints]:

@@ -216,24 +216,26 @@ class Passing(Ranks):
 
     def beside(self) -> Parts:
         """What other micro-batches have in flight."""
-        flying, waiting = self.passes.flying, self.passes.waiting
-        parts = [times(self.embedded(), flying[0])]
+        flying, waiting, top = self.passes.flying, self.passes.waiting, (self.v - 1, np.arange(len(self.row)))
+        layers = np.zeros((4, len(self.row)), np.int64)  # in flight, those with experts, and the same of what waits
         for chunk, (begin, end) in enumerate(self.chunks()):
-            top = self.v - 1 == chunk
-            parts.append(times(self.kept(begin, end), flying[chunk]))
-            parts.append(times(self.kept_logits(), top * flying[chunk]))
-            if self.apart.any():
-                put_off = summed([self.put_off(begin, end), times(self.head_put_off(), top)])
-                parts.append(times(put_off, self.apart * waiting[chunk]))
+            for count, more in zip(layers[::2], (flying[chunk], waiting[chunk]), strict=True):
+                count += more * (end - begin)
+            for count, more in zip(layers[1::2], (flying[chunk], waiting[chunk]), strict=True):
+                count += more * self.routed(begin, end)
+        parts = [times(self.embedded(), flying[0]), self.kept(*layers[:2]), times(self.kept_logits(), flying[top])]
+        if self.apart.any():
+            put_off = summed([self.put_off(*layers[2:]), times(self.head_put_off(), waiting[top])])
+            parts.append(times(put_off, self.apart))
         return summed(parts)
 
     def moments(self, *, whole: bool = False) -> Iterator[Moment]:
         """All moments that may be the peak; with `whole` each pass layer by layer, and what is between them."""
         beside, phase = self.beside(), self.passes.phase
-        layers = [*range(int((self.end - self.begin).max()))]
+        layers = range(int((self.end - self.begin).max()))
         if whole or (phase == FORWARD).any():
             yield from self._forward(beside, layers)
-        every = [self.end - 1 - number for number in layers[1:]]
+        every = [self.end - 1 - number for number in layers[1:]] if whole else []
         yield from self._backward(beside, every if whole else self.turning(self.train.prefetch), ends=not whole)
         if self.apart.any():
             yield from self._weights(beside, every if whole else self.turning(), ends=not whole)
@@ -246,13 +248,15 @@ class Passing(Ranks):
             layer = np.minimum(self.begin + number, self.end)
             there = (self.passes.phase == FORWARD) & (layer < self.end)
             gathered = self.gathered(np.minimum(1 + self.train.prefetch, self.end - layer), 0.0, 0.0)
-            yield Moment("forward", layer, there, summed([beside, ids, self.kept(self.begin, layer), gathered]))
+            yield Moment(
+                "forward", layer, there, summed([beside, ids, self.kept(*self.span(self.begin, layer)), gathered])
+            )
 
     def _backward(self, beside: Parts, layers: Iterable[Ints], *, ends: bool) -> Iterator[Moment]:
         begin, end, backward, here = self.begin, self.end, self.passes.phase == BACKWARD, ~self.apart
-        ahead, copied = 1 + self.train.prefetch, self.largest(trained=True)
+        ahead, copied = 1 + self.train.prefetch, self.largest[True]
         beside = summed([beside, times(self.embedded(), self.embeds)])
-        every = summed([beside, self.kept(begin, end)])
+        every = summed([beside, self.kept(*self.span(begin, end))])
         loss = times(summed([self.kept_logits(), self.one_loss()]), self.heads)
         yield Moment(
             "loss",
@@ -272,8 +276,10 @@ class Passing(Ranks):
             own = here * self.growing(layer)
             sums = made + own + here * self.made(behind, end)
             gathered = self.gathered(np.minimum(ahead, behind - begin), made + own, here * copied * (behind < end))
-            gone = [waiting, times(self.put_off(behind, end), self.apart), self.unfused(sums), gathered]
-            return Moment(name, layer, there, summed([beside, self.kept(begin, behind), self.rise(layer), *gone]))
+            gone = [waiting, times(self.put_off(*self.span(behind, end)), self.apart), self.unfused(sums), gathered]
+            return Moment(
+                name, layer, there, summed([beside, self.kept(*self.span(begin, behind)), self.rise(layer), *gone])
+            )
 
         yield going(end - 1, "backward")
         for layer in layers:
@@ -283,7 +289,7 @@ class Passing(Ranks):
         sums, several = made + self.of_embedding, here * copied * (begin < end)
         waits = [
             waiting,
-            times(self.put_off(begin, end), self.apart),
+            times(self.put_off(*self.span(begin, end)), self.apart),
             self.unfused(sums + here * self.made(begin, end)),
         ]
         reduced = self.trained_ends * (self.embeds & self.heads) + (self.embeds ^ self.heads) * sums
@@ -294,15 +300,20 @@ class Passing(Ranks):
     def _weights(self, beside: Parts, layers: Iterable[Ints], *, ends: bool) -> Iterator[Moment]:
         """Of passes for the gradients of weights alone: each layer's are there, what it waited with has gone."""
         begin, end, weights, head = self.begin, self.end, self.passes.phase == WEIGHTS, self.of_head
-        parts = [beside, self.put_off(begin, end), self.unfused(head), self.gathered(0, head, 0.0)]
+        parts = [beside, self.put_off(*self.span(begin, end)), self.unfused(head), self.gathered(0, head, 0.0)]
         yield Moment("weights", HEAD, weights & self.heads, summed(parts))
 
         def done(layer: Ints) -> Moment:
             there = weights & (layer >= begin) & (layer < end)
             layer = layer.clip(begin, (end - 1).clip(begin))
             behind = np.minimum(layer + 1, end)
-            reduced = self.gathered(0, head + self.made(layer, behind), self.largest(trained=True))
-            parts = [beside, self.put_off(begin, layer), self.unfused(head + self.made(layer, end)), reduced]
+            reduced = self.gathered(0, head + self.made(layer, behind), self.largest[True])
+            parts = [
+                beside,
+                self.put_off(*self.span(begin, layer)),
+                self.unfused(head + self.made(layer, end)),
+                reduced,
+            ]
             return Moment("weights", layer, there, summed(parts))
 
         yield done(end - 1)
@@ -324,9 +335,13 @@ class Passing(Ranks):
         )
         return [*table.T[:, of]]
 
+    def span(self, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+        """How many layers some are, and how many of them have experts."""
+        return end - begin, self.routed(begin, end)
+
     def made(self, begin: Ints, end: Ints) -> Floats:
         """Numbers of the gradients of some layers."""
-        return self.layers_numbers(end - begin, self.routed(begin, end))
+        return self.layers_numbers(*self.span(begin, end))
 
     def growing(self, layer: Ints) -> Floats:
         """Numbers of the gradients of a layer's weights at the peak of its own backward pass, where they stay."""
@@ -334,9 +349,7 @@ class Passing(Ranks):
         stay = (self.zero >= 2) & (self.sharded > 1) | (self.zero < 2) & (not self.train.fused_grads)
         if not stay.any():
             return np.zeros(len(layer))
-        return stay * sum(
-            (np.where(routed == kind, one, 0.0) for kind, one in self.grown.items()), np.zeros(len(layer))
-        )
+        return stay * self.by_kind(np.ones_like(layer), routed, self.grown)
 
     def most(self) -> Floats:
         """Most bytes in use in each pass."""

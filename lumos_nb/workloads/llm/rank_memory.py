@@ -10,7 +10,7 @@ counts: arrays with a number for each rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -113,18 +113,28 @@ def numbers_held(weight: Weight, model: Transformer, layout: Parallelism) -> flo
 def alone(layout: Parallelism, train: Training) -> pl.DataFrame:
     """A layout as a row of a table of them."""
     fields = {name: getattr(layout, name) for name in layout.__struct_fields__ if name != "split"}
-    return pl.DataFrame([fields | {"micro_batch": train.micro_batch, "recompute": train.recompute}])
+    return coded(pl.DataFrame([fields | {"micro_batch": train.micro_batch, "recompute": train.recompute}]))
 
 
-Known = dict[str, dict[tuple[Any, ...], Floats]]
-"""What was counted before of the same model and training, by what it is and the axes that it depends on."""
 OF_LAYER = ("tp", "sequence_parallel", "cp", "etp", "recompute")
 OF_NUMBERS = ("tp", "ep", "etp")
 """Axes on which tensors of a layer depend, and numbers of parameters."""
 
 
+def coded(layouts: pl.DataFrame) -> pl.DataFrame:
+    """Layouts with the number of each one's combination of `OF_LAYER` and of `OF_NUMBERS`."""
+    for names in (OF_LAYER, OF_NUMBERS):
+        cells = layouts.select(names).unique(maintain_order=True).with_row_index("/".join(names))
+        layouts = layouts.join(cells, on=names, how="left", maintain_order="left")
+    return layouts
+
+
+Known = dict[str, dict[tuple[Any, ...], Floats]]
+"""What was counted before of the same model and training, by what it is and the axes that it depends on."""
+
+
 class Ranks:
-    """Pipeline ranks of layouts: `row` is the layout of each, and `stage` its place; `split` cuts stages unevenly."""
+    """Pipeline ranks of `coded` layouts: `row` is the layout of each, `stage` its place; `split` cuts unevenly."""
 
     tp: Ints
     pp: Ints
@@ -164,11 +174,9 @@ class Ranks:
 
     def cells(self, what: str, names: Sequence[str], count: Callable[[Parallelism, str], Sequence[float]]) -> Floats:
         """What depends on some axes alone, counted once for each of their combinations: (k, layouts)."""
-        known = self.known.setdefault(what, {})
-        keys = self.layouts.select(names)
-        distinct = keys.unique(maintain_order=True).with_row_index("cell")
-        of = keys.join(distinct, on=names, how="left", maintain_order="left")["cell"].to_numpy()
-        rows = distinct.drop("cell").rows()
+        known, layouts = self.known.setdefault(what, {}), self.layouts
+        _, first, of = np.unique(layouts["/".join(names)].to_numpy(), return_index=True, return_inverse=True)
+        rows = layouts.select(names)[first].rows()
         for row in rows:
             if row not in known:
                 cell = dict(zip(names, row, strict=True))
@@ -229,27 +237,34 @@ class Ranks:
 
     def routed(self, begin: Ints, end: Ints) -> Ints:
         """Layers with experts among some."""
+        if len(self.layer_of) == 1:
+            return (end - begin) * (True in self.layer_of)
         count: Ints = self.experts_before[end] - self.experts_before[begin]
         return count
 
-    def of_layers(self, term: str, begin: Ints, end: Ints) -> Floats:
-        """Bytes of some layers: of a term of `_Layer`."""
-        routed = self.routed(begin, end)
-        counts = {False: end - begin - routed, True: routed}
-        return sum((counts[kind] * getattr(self.layer[kind], term) for kind in self.layer), np.zeros(len(self.row)))
+    def by_kind(self, count: Ints, routed: Ints, of: Mapping[bool, Floats]) -> Floats:
+        """A sum over so many layers, of which some have experts: of what one of a kind has."""
+        if len(of) == 1:
+            return count * next(iter(of.values()))
+        total: Floats = (count - routed) * of[False] + routed * of[True]
+        return total
 
-    def kept(self, begin: Ints, end: Ints) -> Parts:
-        """What layers keep of a micro-batch."""
-        return {name: self.of_layers(name, begin, end) for name in ("activations", "bookkeeping")}
+    def of_layers(self, term: str, count: Ints, routed: Ints) -> Floats:
+        """Bytes of so many layers: of a term of `_Layer`."""
+        return self.by_kind(count, routed, {kind: getattr(layer, term) for kind, layer in self.layer.items()})
+
+    def kept(self, count: Ints, routed: Ints) -> Parts:
+        """What so many layers keep of a micro-batch."""
+        return {name: self.of_layers(name, count, routed) for name in ("activations", "bookkeeping")}
 
     def rise(self, layer: Ints) -> Parts:
         """What the backward pass of one layer makes."""
         there = layer.clip(0, self.model.layers - 1)  # a rank may hold none
-        return {"workspace": self.of_layers("rise", there, there + 1)}
+        return {"workspace": self.of_layers("rise", np.ones_like(layer), self.routed(there, there + 1))}
 
-    def put_off(self, begin: Ints, end: Ints) -> Parts:
-        """What the weight passes of layers wait with."""
-        return {"activations": self.of_layers("put_off", begin, end)}
+    def put_off(self, count: Ints, routed: Ints) -> Parts:
+        """What the weight passes of so many layers wait with."""
+        return {"activations": self.of_layers("put_off", count, routed)}
 
     def chunk(self, chunk: Ints | int) -> tuple[Ints, Ints]:
         """The layers of a chunk of each rank: first, and the one behind the last."""
@@ -280,17 +295,21 @@ class Ranks:
         split = numbers.dense / self.sharded + numbers.experts / self.expert_shards
         return split if sharded else numbers.dense + numbers.experts
 
-    def of_kind(self, *, trained: bool, sharded: bool = False) -> dict[bool, Floats]:
-        """Parameters of a layer of each kind, or what is trained of them."""
+    @cached_property
+    def of_kind(self) -> dict[tuple[bool, bool], dict[bool, Floats]]:
+        """Parameters of a layer of each kind, by whether of what is trained alone, and of a shard."""
         return {
-            kind: self.parameters(self.numbers[(kind, "trained") if trained else kind], sharded=sharded)
-            for kind in self.layer_of
+            (trained, sharded): {
+                kind: self.parameters(self.numbers[(kind, "trained") if trained else kind], sharded=sharded)
+                for kind in self.layer_of
+            }
+            for trained in (False, True)
+            for sharded in (False, True)
         }
 
     def layers_numbers(self, count: Ints, routed: Ints, *, trained: bool = True, sharded: bool = False) -> Floats:
         """Parameters of so many layers, of which some have experts."""
-        counts, of = {False: count - routed, True: routed}, self.of_kind(trained=trained, sharded=sharded)
-        return sum((counts[kind] * of[kind] for kind in of), np.zeros(len(self.row)))
+        return self.by_kind(count, routed, self.of_kind[trained, sharded])
 
     @cached_property
     def ends(self) -> Floats:
@@ -310,12 +329,15 @@ class Ranks:
         """What is trained of embedding and head: no adapter is there."""
         return np.zeros_like(self.ends) if self.train.lora else self.ends
 
-    def largest(self, *, trained: bool = False) -> Floats:
-        """Parameters of the largest layer, or what is trained of them."""
+    @cached_property
+    def largest(self) -> dict[bool, Floats]:
+        """Parameters of the largest layer, by whether of what is trained alone."""
         count, routed = self.layers
-        there, of = {False: routed < count, True: routed > 0}, self.of_kind(trained=trained)
-        most: Floats = np.maximum.reduce([there[kind] * of[kind] for kind in of])
-        return most
+        there = {False: routed < count, True: routed > 0}
+        return {
+            trained: np.maximum.reduce([there[kind] * size for kind, size in self.of_kind[trained, False].items()])
+            for trained in (False, True)
+        }
 
     # Bytes by class
 
@@ -358,7 +380,7 @@ class Ranks:
         gradients are reduced when it is done, from a copy in the format of reduction that lasts until the next layer
         is done.
         """
-        held = (self.ends - without + layers * self.largest()) * (self.zero == 3)
+        held = (self.ends - without + layers * self.largest[False]) * (self.zero == 3)
         there = (self.zero >= 2) & (self.sharded > 1)
         return {"buffers": there * (self.number * (held + made) + copied * self.grad_bytes)}
 
