@@ -157,6 +157,7 @@ def save_prediction(
     """
     require(run, "events")
     require_number(0, times=times, model_error=model_error)
+    times, model_error = float(times), float(model_error)
     if not isinstance(change, str):
         raise LumosError(f"change is {shown(change)}; say in words what will be changed.")
     steps, median_ns, least_ns, most_ns, _ = step_spread(recording or Recording.of(run)).row(0)

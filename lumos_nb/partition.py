@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from lumos_nb.errors import GraphError, LumosError, SchemaError, require_kinds, shown
+from lumos_nb.errors import GraphError, LumosError, SchemaError, is_whole, require_kinds, shown
 from lumos_nb.graph import Recording, build_graph
 from lumos_nb.schema import OPS, require
 from lumos_nb.traces.run import Run
@@ -128,7 +128,7 @@ def activity(source: HasOps | Run, *, bin_ns: int = 1_000_000) -> pl.DataFrame:
         bin, on the op table's clock), `kind`, `busy_ns` (exact), `share` (`busy_ns / bin_ns`). Kinds are compute, comm
         (transfers), wait (a collective holds its stream while it waits for peers), copy, and any (one or more of them).
     """
-    if type(bin_ns) is not int or not 1 <= bin_ns < 2**62:
+    if not is_whole(bin_ns, 1, 2**62 - 1):
         raise LumosError(
             f"bin_ns is {shown(bin_ns)}; give whole ns, 1 or more. The default, 1_000_000, is a millisecond."
         )

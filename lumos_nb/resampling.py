@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from lumos_nb._replay_kernels import Int64s, last_ops
 from lumos_nb._replay_plan import Plan
 from lumos_nb.display import format_ns
-from lumos_nb.errors import InputError, require_whole, shown
+from lumos_nb.errors import ABOVE_0, InputError, is_number, require_whole, shown
 from lumos_nb.evaluate import chosen_steps, leave_one_out
 from lumos_nb.graph import Graph, Recording
 from lumos_nb.lanes import lacks_ranks
@@ -70,7 +71,7 @@ def jitter(
     >>> table["step"].to_list()
     [3, 4, 5]
     """
-    _check(level, draws, seed)
+    level = _checked(level, draws, seed)
     recording = run if isinstance(run, Recording) else Recording.of(run)
     times = recording.step_times()
     measured = dict(times.select("step", "step_ns").iter_rows())
@@ -89,13 +90,14 @@ def jitter(
     return pl.DataFrame(rows, schema=names, orient="row").with_columns(null_inside=inside_null)
 
 
-def _check(level: object, draws: object, seed: object) -> None:
-    if not isinstance(level, int | float) or not 0 < level < 1:
+def _checked(level: float, draws: object, seed: object) -> float:
+    if not is_number(level, ABOVE_0, math.nextafter(1, 0)):
         raise InputError(
             f"level is the share of steps that the interval is to hold, between 0 and 1, not {shown(level)}."
         )
     require_whole(1, draws=draws)
     require_whole(0, seed=seed)
+    return float(level)
 
 
 def resampled_steps(
@@ -191,7 +193,7 @@ def step_interval(
     >>> some = [datasets.path("gpt-grid") / f"rank-{rank}.json.gz" for rank in range(17)]  # of 20
     >>> step_interval(load_run(some), step=4, draws=20)
     """
-    _check(level, draws, seed)
+    level = _checked(level, draws, seed)
     traced = run if isinstance(run, Recording) else Recording.of(run)
     filled, layout = fill_ranks(traced, replicas=replicas), Layout.of(traced, replicas)
     step = traced.known_step(traced.default_step() if step is None else step)

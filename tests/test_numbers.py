@@ -6,6 +6,8 @@ import inspect
 import math
 import re
 from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -217,3 +219,29 @@ def test_whole_numbers_of_numpy_are_taken(graph: Graph) -> None:
     of_numpy = ln.search(**LLM, keep=np.int64(1), gpus=np.int64(8), spare=np.float32(0.25), **asked)  # type: ignore[arg-type]
     same = {"tp": [1, 2], "cp": 1, "schedule": "1f1b", "zero": 1, "micro_batch": 1}
     assert of_numpy.frame.equals(ln.search(**LLM, keep=1, gpus=8, spare=0.25, **same).frame)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("half", [Fraction(1, 2), np.float32(0.5), np.float16(0.5)], ids=shown)
+def test_a_number_of_any_library_is_the_same_as_a_float(
+    half: Any, found: ln.Found, tmp_path: Path, graph: Graph
+) -> None:
+    assert graph.run is not None
+    made: list[Callable[[Any], Any]] = [
+        lambda x: charts.pareto(found.feasible, found.pareto, usd_per_gpu_hour=x).to_dict(),
+        lambda x: (
+            ln.chakra.pattern(2, 1, compute_us=x * 1000, collective="all_reduce", size_bytes=8, transfer_us=x).ops
+        ),
+        lambda x: ln.chakra.Policy(time_scale=x, time_jitter=x),
+        lambda x: ln.save_prediction(tmp_path / "p.json", graph.run, change="x", times=x, model_error=x).predicted_ns,  # type: ignore[arg-type]
+        lambda x: ln.whatif.network(graph, pl.col("kind") == "comm", bandwidth_factor=x).ops,
+    ]
+    for make in made:
+        of_float, other = make(0.5), make(half)
+        assert other.equals(of_float) if isinstance(other, pl.DataFrame) else other == of_float
+
+
+def test_a_truth_is_no_number_of_surcharges() -> None:
+    with pytest.raises(InputError, match="near is True; give a number above 0"):
+        ln.Surcharges(near=True)
+    with pytest.raises(InputError, match=r"apart is 1000.*; give a number of at least 0"):
+        ln.Surcharges(apart=10**400)

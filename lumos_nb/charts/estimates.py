@@ -289,5 +289,5 @@ def pareto(
         return drawn.properties(title=heading(title, count))
     beside = over(alt.X("usd:Q").scale(zero=False).title(PER_TOKENS))
     return alt.HConcatChart(
-        hconcat=[drawn, beside], title=heading(title, f"{count}; at {usd_per_gpu_hour:g} USD a GPU-hour")
+        hconcat=[drawn, beside], title=heading(title, f"{count}; at {float(usd_per_gpu_hour or 0):g} USD a GPU-hour")
     )

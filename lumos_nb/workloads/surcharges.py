@@ -7,7 +7,6 @@ on traces (`benchmarks/frictions.py`); the others are fitted on published step t
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Protocol
 
@@ -17,7 +16,7 @@ import polars as pl
 
 from lumos_nb import datasets
 from lumos_nb.display import html_fields
-from lumos_nb.errors import UNDECODABLE, InputError, shown
+from lumos_nb.errors import ABOVE_0, UNDECODABLE, InputError, is_number, shown
 from lumos_nb.layout import Cluster
 
 PRODUCTS = ("gemm", "gemm_bias", "grouped_gemm")
@@ -116,7 +115,7 @@ class Surcharges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 given = f"Surcharges: {name}{key and f' of {key}'} is {shown(number)}"
                 if name in OF_KERNELS and key not in KERNELS:
                     raise InputError(f"{given}; kinds of kernels are {', '.join(KERNELS)}.")
-                if not isinstance(number, int | float) or not 0 <= number < math.inf or (factor and number == 0):
+                if not isinstance(number, int | float) or not is_number(number, ABOVE_0 if factor else 0):
                     raise InputError(f"{given}; give a number {'above 0' if factor else 'of at least 0'}.")
 
     def applied(self, table: pl.DataFrame, train: Made, cluster: Cluster) -> pl.DataFrame:

@@ -6,6 +6,7 @@ the files' own remarks do not. Whatever has no column of its own is left out, wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.display import Shown, format_bytes, format_share, html_fields
-from lumos_nb.errors import ABOVE_0, InputError, require_number, require_whole, shown
+from lumos_nb.errors import ABOVE_0, InputError, is_number, require_number, require_whole, shown
 from lumos_nb.exchange.chakra.conversion import VERSION, Estimated, RankFiles
 from lumos_nb.exchange.chakra.files import rank_files, read_file, read_groups, write_ranks
 from lumos_nb.exchange.chakra.messages import COLLECTIVES
@@ -88,8 +89,10 @@ class Policy:
                 raise InputError(f"{name} is {shown(getattr(self, name))}; it may be {' or '.join(map(repr, values))}.")
         if self.time_scale is not None:  # a secret one
             require_number(ABOVE_0, 1e6, time_scale=self.time_scale)
-        if type(self.time_jitter) not in (int, float) or not 0 <= self.time_jitter < 1:
+            object.__setattr__(self, "time_scale", float(self.time_scale))
+        if not is_number(self.time_jitter, 0, math.nextafter(1, 0)):
             raise InputError(f"time_jitter is {shown(self.time_jitter)}; give a share from 0 to below 1.")
+        object.__setattr__(self, "time_jitter", float(self.time_jitter))
         if self.seed is not None:
             require_whole(0, seed=self.seed)
 

@@ -66,7 +66,7 @@ def pattern(
         arrivals, transfers = [], []
         for rank in range(ranks):
             if compute_us is not None:
-                about = {"name": "compute", "dur_ns": round(compute_us * 1000), "flops": flops}
+                about = {"name": "compute", "dur_ns": round(float(compute_us) * 1000), "flops": flops}
                 behind = [last.get((rank, "gpu0:1"))] if not overlapped else []
                 _follow(build, last, rank, "gpu0:0", "kernel", about, behind)
             if collective is not None:
@@ -74,7 +74,7 @@ def pattern(
                 ready = [last.get((rank, "gpu0:0"))]
                 arrive = {"name": "arrival", "dur_ns": 0, **comm}
                 arrivals.append(_follow(build, last, rank, "gpu0:1", "event", arrive, ready))
-                move = {"name": collective, "dur_ns": round(transfer_us * 1000), **comm}
+                move = {"name": collective, "dur_ns": round(float(transfer_us) * 1000), **comm}
                 transfers.append(_follow(build, last, rank, "gpu0:1", "comm", move, []))
         if collective is not None and ranks > 1:
             join_ranks(build, meeting, {meeting.ranks: "0"}, arrivals, transfers)

@@ -165,6 +165,7 @@ class TraceModel(Shown):
         require_whole(0, **({} if ranks is None else {"ranks": ranks}))
         layout = self._layout(like, np.random.default_rng([seed, 0]))
         require_number(ABOVE_0, 1e6, layers=layers, message_size=message_size)
+        layers, message_size = float(layers), float(message_size)
         copies = layout.copies(ranks)
         rng = np.random.default_rng([seed, 1])
         meetings = layout.draw(rng)

@@ -18,7 +18,7 @@ from lumos_nb.costs.calibration import Calibration
 from lumos_nb.costs.embeddings import PhysicalLookup
 from lumos_nb.costs.lookups import LookupModel, lookup_us
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import InputError, shown
+from lumos_nb.errors import InputError, is_whole, shown
 from lumos_nb.graph import Graph
 from lumos_nb.layout import Cluster
 from lumos_nb.schema import require
@@ -81,7 +81,7 @@ def rescale_batch(
     """
     require(graph, "edges")
     for name, value in (("batch", batch), ("to", to)):
-        if type(value) is not int or value < 1:
+        if not is_whole(value, 1):
             raise InputError(f"{name} is {shown(value)}; give the samples of a rank, a whole number from 1 on.")
     if to_tables is not None and tables is None:
         raise InputError("to_tables is there, but not tables: give the tables of the trace as well.")
