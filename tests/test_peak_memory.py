@@ -18,6 +18,7 @@ from lumos_nb.layout import Cluster, Parallelism, Training, Transformer
 from lumos_nb.transformer import Moe
 from lumos_nb.workloads.llm.candidates import candidate, candidates
 from lumos_nb.workloads.llm.memory import memory, peak_bytes, peaks
+from lumos_nb.workloads.llm.passing_memory import _unsurpassed
 from lumos_nb.workloads.llm.schedule import order
 from tests.memory_jobs import SCHEDULES, jobs, plain_peaks
 
@@ -54,6 +55,22 @@ def test_behind_a_forward_pass_comes_one_more_or_a_backward_pass(kind, pp):
         behind = phase[1:][(phase[:-1] == 0) & (stage[:-1] == stage[1:])]
         assert len(behind) == pp * count * chunks
         assert set(behind.tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("sizes", [1, 2, 3, 5])
+@pytest.mark.parametrize("most", [3, 30])
+def test_of_each_group_what_is_greatest_by_any_weights_is_kept_and_of_a_line_its_ends(sizes, most):
+    rng = np.random.default_rng(sizes)
+    for _ in range(40):
+        group, points = rng.integers(0, 3, 60), rng.integers(0, most, (sizes, 60))
+        kept = _unsurpassed([group], [*points])
+        for weights in rng.exponential(size=(50, sizes)) * rng.integers(0, 2, (50, sizes)):
+            for some in range(3):
+                of_all, of_kept = (weights @ points[:, rows] for rows in (group == some, kept[group[kept] == some]))
+                assert of_kept.max() == pytest.approx(of_all.max(), rel=1e-12)
+    line = np.arange(9)
+    assert _unsurpassed([np.zeros(9, np.int64)], [line, 8 - line]).tolist() == [0, 8]
+    assert _unsurpassed([line % 2], [np.ones(9, np.int64)]).tolist() == [0, 1]
 
 
 CLUSTER = Cluster(
