@@ -395,6 +395,8 @@ def _labels(given: _Column) -> pl.Series:
 
 def _checked_scales(name: str, column: _Column, labels: pl.Series) -> Floats:
     """Scales (k,) of a class, 1 where there is none. What is a number is what `errors.is_number` says."""
+    if not isinstance(column, pl.Series) and {*map(type, column)} <= {float, type(None)}:  # as they mostly are
+        column = pl.Series(column, dtype=pl.Float64)
     if isinstance(column, pl.Series) and column.dtype.is_numeric():
         numbers = column.cast(pl.Float64)
         possible = numbers.is_finite() & (numbers >= 0)
