@@ -69,6 +69,9 @@ HOST_COMM = r"^gloo:"
 COMM_OPERATORS = r"^(?:c10d|_c10d_functional\w*|gloo|nccl|torch\.distributed)\b"
 """Operators and annotations of libraries of collectives."""
 
+COMM_ISSUE = r"^c10d::_?(?:all|reduce|broadcast|gather|scatter|barrier|send|recv)"
+"""Operators that issue a collective: all that a trace has of it where the recorder has not labelled it (DDP's own)."""
+
 COMM_LABEL = r"^(comm|wait)::(\w+) group=(\S*) seq=(\d+) bytes=(\d+) dtype=(\w+)(?: peer=(\d+))?"
 """What the recorder writes round the issue (`comm::`) and the wait (`wait::`) of a CPU collective: see labels.py."""
 

@@ -86,12 +86,14 @@ def shift_device_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
     """Add `match`: the number of the collective that each comm op takes part in, equal on all its ranks.
 
-    By group and sequence number where the trace has them; else by group and type, counted from the end of each rank's
-    window, since ranks lose different numbers at its start. A rank that lost some at its end is shifted until the
-    ends of its collectives keep the steadiest distance from those of the rank that has most. Messages that name
-    neither number nor peer match where only two ranks can have exchanged them.
+    By group and sequence number where the trace has them; else by group and type in the order of their launches, which
+    is one on all ranks, counted from the end of each rank's window, since ranks lose different numbers at its start.
+    How many a rank lost at its end is what its steps lack; where they do not say, it is shifted until the ends of its
+    collectives keep the steadiest distance from those of the rank that has most. Messages that name neither number
+    nor peer match where only two ranks can have exchanged them.
     """
-    columns = ("op_id", "rank", "collective", "group", "group_size", "comm_seq", "peer", "start_ns", "dur_ns")
+    about, times = ("op_id", "rank", "step", "collective", "group"), ("launch_ns", "start_ns", "dur_ns")
+    columns = (*about, "group_size", "comm_seq", "peer", *times)
     comm = _with_peers(ops.select("kind", *columns).filter(pl.col("kind") == "comm"))
     comm = comm.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"), number=pl.lit(None, pl.Int64))
     # A message is one thing on both its ranks: a send there is a receive here.
@@ -140,15 +142,30 @@ def _with_peers(comm: pl.DataFrame) -> pl.DataFrame:
 
 
 def _number_from_end(part: pl.DataFrame) -> pl.DataFrame:
-    by_rank = {int(p["rank"][0]): p.sort("end_ns") for p in part.partition_by("rank", maintain_order=True)}
+    order = ["launch_ns", "end_ns"] if part["launch_ns"].null_count() == 0 else ["end_ns"]
+    by_rank = {int(p["rank"][0]): p.sort(order) for p in part.partition_by("rank", maintain_order=True)}
     reference = max(by_rank.values(), key=lambda p: (p.height, -int(p["rank"][0])))
     anchor = reference["end_ns"].to_numpy()[::-1]
     out = []
     for table in by_rank.values():
-        ends = table["end_ns"].to_numpy()[::-1]
-        shift = 0 if table is reference else _tail_shift(ends, anchor)
+        shift = _lost_steps(table, reference)
+        if shift is None:
+            shift = _tail_shift(table["end_ns"].to_numpy()[::-1], anchor)
         out.append(table.with_columns(number=-(pl.int_range(pl.len(), 0, -1, dtype=pl.Int64) - 1) - shift))
     return pl.concat(out)
+
+
+def _lost_steps(table: pl.DataFrame, reference: pl.DataFrame) -> int | None:
+    """How many more collectives than `reference`'s rank this one lost at its end, if both have as many in each step.
+
+    The first and the last step that they share may be cut off.
+    """
+    counts = (rank.group_by("step").agg(number=pl.len()) for rank in (table, reference))
+    shared = next(counts).join(next(counts), on="step").sort("step")[1:-1]
+    if shared.is_empty() or (shared["number"] != shared["number_right"]).any():
+        return None
+    theirs, own = (int((rank["step"] > shared["step"][-1]).sum()) for rank in (reference, table))
+    return theirs - own
 
 
 def _tail_shift(ends: NDArray[np.int64], anchor: NDArray[np.int64]) -> int:

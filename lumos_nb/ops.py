@@ -7,6 +7,7 @@ import polars as pl
 from lumos_nb.calls import (
     CALL_CATEGORIES,
     CALL_PATTERNS,
+    COMM_ISSUE,
     COMM_KERNELS,
     COMM_LABEL,
     COMM_TYPES,
@@ -142,7 +143,7 @@ _BYTES = r'"bytes":\s*(\d+)'
 
 
 def _host_comm(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
-    """Collectives that CPU threads execute, each with the labelled call that issued it.
+    """Collectives that CPU threads execute, each with the labelled call, or the operator, that issued it.
 
     An execution names no call, so the last execution of a type belongs to the last issue of that type, and so on back.
     """
@@ -151,12 +152,12 @@ def _host_comm(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     runs = events.filter(pl.col("category") == "user_annotation").filter(name.str.contains(HOST_COMM))
     runs = runs.sort("start_ns", "event_id")
     runs = runs.with_columns(collective=classify(name, COMM_TYPES)).with_columns(from_end=from_end)
-    label = pl.col("label")
-    issues = host.filter((pl.col("call") == "launch") & label.str.contains(COMM_LABEL)).sort("start_ns")
+    label, issuer = pl.col("label"), pl.col("call_name").str.contains(COMM_ISSUE)
+    issues = host.filter((pl.col("call") == "launch") & (label.str.contains(COMM_LABEL) | issuer)).sort("start_ns")
     issues = issues.select(
         "rank",
         "correlation",
-        collective=label.str.extract(COMM_LABEL, 2),
+        collective=pl.coalesce(label.str.extract(COMM_LABEL, 2), classify(pl.col("call_name"), COMM_TYPES)),
         group=label.str.extract(COMM_LABEL, 3),
         comm_seq=label.str.extract(COMM_LABEL, 4).cast(pl.Int64, strict=False),
         comm_bytes=label.str.extract(COMM_LABEL, 5).cast(pl.Int64, strict=False),

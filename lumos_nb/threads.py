@@ -11,6 +11,7 @@ from lumos_nb.calls import (
     CALL_CATEGORIES,
     CALL_PATTERNS,
     COLLECTIVE_CATEGORY,
+    COMM_ISSUE,
     COMM_LABEL,
     ENGINE_OPERATORS,
     HOST_COLLECTIVE,
@@ -87,6 +88,8 @@ def _meanings(names: pl.Series) -> pl.DataFrame:
             # Its sequence number is another one each step; without it the same call has the same name in every step.
             plain=name.str.replace(r"^((?:comm|wait)::.*) seq=\d+", "$1"),
             ignored=name.str.contains(f"{STEP_MARK}|{HOST_COMM}"),
+            executes=name.str.contains(HOST_COMM),
+            issues=name.str.contains(COMM_ISSUE),
             hash=name.hash(1),
             phase=_PHASE,
             micro_batch=name.str.extract(r"(?i)micro_?batch[ =#:]*(\d+)"),
@@ -113,7 +116,7 @@ def _by_lane(events: pl.DataFrame, layers: pl.DataFrame) -> tuple[pl.DataFrame, 
     known = is_call | is_collective | category.is_in(FRAME_CATEGORIES)
     on_threads = events.filter(pl.col("thread").is_not_null() & (pl.col("dur_ns") >= 0) & known)
     words = _meanings(on_threads["name"])
-    looked_up = words.select("name", "word", "does", "labelled", "ignored")
+    looked_up = words.select("name", "word", "does", "labelled", "ignored", "issues")
     work = (
         on_threads.drop("device", "stream", "external_id")
         .with_row_index("row")
@@ -126,9 +129,21 @@ def _by_lane(events: pl.DataFrame, layers: pl.DataFrame) -> tuple[pl.DataFrame, 
     )
     lanes = work.filter(pl.col("row") == pl.col("lane")).select("lane", "rank", "thread")
     work = work.with_columns(lane=pl.Series(np.searchsorted(lanes["lane"], work["lane"])))
+    if words["executes"].any():
+        work = work.with_columns(call=pl.when(_unlabelled(work)).then(pl.lit("launch")).otherwise("call"))
     calls = _sorted(work.filter(call.is_not_null()), "event_id")
     frames = _sorted(work.filter(call.is_null() & ~(is_call | pl.col("ignored"))), -pl.col("end_ns"))
     return _calls(calls, words), _Frames(frames, words, layers), lanes
+
+
+def _unlabelled(work: pl.DataFrame) -> pl.Series:
+    """Which operators issue a collective that CPU threads execute, without a label of the recorder around them."""
+    labels = work.filter(labelled="launch").select("lane", "start_ns", until_ns="end_ns").sort("start_ns")
+    issues = pl.col("issues") & (pl.col("category") == "cpu_op")
+    rows = work.select("row", "lane", "start_ns", "end_ns", issues=issues).sort("start_ns", "row")
+    rows = rows.join_asof(labels, on="start_ns", by="lane", check_sortedness=False)
+    inside = (pl.col("end_ns") <= pl.col("until_ns")).fill_null(value=False)
+    return rows.with_columns(pl.col("issues") & ~inside).sort("row")["issues"]
 
 
 def _numbers(column: pl.Series) -> Int64s:
@@ -157,6 +172,7 @@ def _calls(calls: pl.DataFrame, words: pl.DataFrame) -> pl.DataFrame:
     """Calls without overlap on their thread: rounding and nesting make some end after the next one starts."""
     meant = words[calls["word"]]
     end_ns = pl.min_horizontal("end_ns", pl.col("start_ns").shift(-1).over("lane"))
+    own_id = (pl.col("event_id").hash(7) // 2).cast(pl.Int64)  # beside those of labels
     return calls.select(
         "lane",
         "start_ns",
@@ -164,7 +180,7 @@ def _calls(calls: pl.DataFrame, words: pl.DataFrame) -> pl.DataFrame:
         "event_id",
         end_ns=end_ns,
         over_ns=pl.col("end_ns") - end_ns,
-        correlation=pl.coalesce(meant["label_id"], "correlation"),
+        correlation=pl.coalesce(meant["label_id"], "correlation", pl.when("issues").then(own_id)),
         own_args=pl.when(pl.col("call") == HOST_COLLECTIVE).then("args"),
         label=pl.when(pl.col("labelled").is_not_null()).then("name"),
         call_name=meant["plain"],
