@@ -7,17 +7,15 @@ import polars as pl
 from lumos_nb.calls import (
     CALL_CATEGORIES,
     CALL_PATTERNS,
-    COMM_ISSUE,
     COMM_KERNELS,
-    COMM_LABEL,
     COMM_TYPES,
     DEVICE_CATEGORIES,
     HOST_COLLECTIVE,
-    HOST_COMM,
     STEP_MARK,
     arguments,
     classify,
 )
+from lumos_nb.host_collectives import executed, with_waits
 from lumos_nb.number_formats import ELEMENT_BYTES, number_format
 from lumos_nb.repairs import REPORT, counted
 from lumos_nb.schema import EVENTS, OPS
@@ -88,7 +86,8 @@ def ops_and_report(events: pl.DataFrame, marks: pl.DataFrame) -> tuple[pl.DataFr
     events, ids = _distinct_ids(events)
     threads, overlaps = thread_ops(events, marks, layers_of(events))
     nccl = (pl.col("kind") == "kernel") & pl.col("name").str.contains(COMM_KERNELS)
-    device = _communication(_device_ops(events, threads), nccl)
+    threads, linked, guessed = with_waits(threads, _device_ops(events, threads))
+    device = _communication(linked, nccl)
     ops = pl.concat([_communication(threads, pl.col("call") == HOST_COLLECTIVE), device], how="diagonal_relaxed")
     ops = ops.sort("rank", maintain_order=True) if ops["rank"].n_unique() > 1 else ops
     ops = ops.with_columns(
@@ -96,7 +95,7 @@ def ops_and_report(events: pl.DataFrame, marks: pl.DataFrame) -> tuple[pl.DataFr
     )
     nowhere = device.filter(pl.col("device") == NO_DEVICE).with_columns(time_ns="dur_ns")
     detail = f"device ops that name no device: they are on streams of a device {NO_DEVICE}"
-    report = pl.concat([ids, overlaps, counted("no device named", nowhere, detail)])
+    report = pl.concat([ids, overlaps, guessed, counted("no device named", nowhere, detail)])
     return ops.select(
         (pl.col(c) if c in ops.columns else pl.lit(None)).cast(dtype).alias(c) for c, dtype in _ALL_COLUMNS.items()
     ), report
@@ -142,49 +141,6 @@ def _distinct_ids(events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 _BYTES = r'"bytes":\s*(\d+)'
 
 
-def _host_comm(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
-    """Collectives that CPU threads execute, each with the labelled call, or the operator, that issued it.
-
-    An execution names no call, so the last execution of a type belongs to the last issue of that type, and so on back.
-    """
-    name = pl.col("name")
-    from_end = pl.int_range(pl.len(), 0, -1).over("rank", "collective")
-    runs = events.filter(pl.col("category") == "user_annotation").filter(name.str.contains(HOST_COMM))
-    runs = runs.sort("start_ns", "event_id")
-    runs = runs.with_columns(collective=classify(name, COMM_TYPES)).with_columns(from_end=from_end)
-    label, issuer = pl.col("label"), pl.col("call_name").str.contains(COMM_ISSUE)
-    issues = host.filter((pl.col("call") == "launch") & (label.str.contains(COMM_LABEL) | issuer)).sort("start_ns")
-    issues = issues.select(
-        "rank",
-        "correlation",
-        collective=pl.coalesce(label.str.extract(COMM_LABEL, 2), classify(pl.col("call_name"), COMM_TYPES)),
-        group=label.str.extract(COMM_LABEL, 3),
-        comm_seq=label.str.extract(COMM_LABEL, 4).cast(pl.Int64, strict=False),
-        comm_bytes=label.str.extract(COMM_LABEL, 5).cast(pl.Int64, strict=False),
-        peer=label.str.extract(COMM_LABEL, 7).cast(pl.Int32, strict=False),
-    ).with_columns(from_end=from_end)
-    paired = runs.drop("correlation").join(issues, on=["rank", "collective", "from_end"], how="left")
-    p2p = pl.col("collective").is_in(["send", "recv"])
-    return paired.select(
-        "rank",
-        "event_id",
-        "name",
-        "start_ns",
-        "dur_ns",
-        "correlation",
-        "collective",
-        "group",
-        "comm_seq",
-        "comm_bytes",
-        "peer",
-        own_args="args",
-        kind=pl.lit("comm"),
-        lane=pl.when(p2p)
-        .then(pl.format("net:{}:{}", "collective", pl.col("peer").fill_null(-1)))
-        .otherwise(pl.format("cpu:{}", "thread")),
-    )
-
-
 def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
     """Kernels, copies, sets and CPU collectives, each with what its launching call knows."""
     device = (
@@ -204,7 +160,7 @@ def _device_ops(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
         .with_columns(lane=pl.format("gpu{}:{}", "device", "stream"))
         .sort("rank", "device", "stream", "start_ns", "event_id")
     )
-    device = pl.concat([device, _host_comm(events, host)], how="diagonal_relaxed")
+    device = pl.concat([device, executed(events, host)], how="diagonal_relaxed")
     launches = host.filter((pl.col("call") == "launch") & pl.col("correlation").is_not_null()).select(
         "rank",
         "correlation",

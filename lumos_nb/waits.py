@@ -300,7 +300,7 @@ def _exact_waits(calls: pl.DataFrame, records: pl.DataFrame) -> pl.DataFrame:
 
 
 def _own_work(calls: pl.DataFrame) -> pl.DataFrame:
-    """Calls that wait for the very work that they name: blocking copies, and labelled waits for a CPU collective."""
+    """Calls that wait for the very work that they name: blocking copies, and waits for a CPU collective."""
     issued = (
         calls.filter(pl.col("to_comm")).select("rank", "correlation", issued="target").unique(["rank", "correlation"])
     )
@@ -311,6 +311,7 @@ def _own_work(calls: pl.DataFrame) -> pl.DataFrame:
     )
     copies = calls.filter((pl.col("call") == "launch") & pl.col("to_name").str.contains(BLOCKING_COPIES))
     own = pl.concat([copies, labelled.select(copies.columns)])
+    found = (pl.col("call") == "wait_comm") & ~pl.col("name").str.starts_with("wait::")
     return own.select(
         "op_id",
         "rank",
@@ -319,8 +320,8 @@ def _own_work(calls: pl.DataFrame) -> pl.DataFrame:
         lane=None,
         record_lane=None,
         record_ns=None,
-        evidence=pl.lit("exact"),
-        pattern=pl.lit("own work"),
+        evidence=pl.when(found).then(pl.lit("pattern")).otherwise(pl.lit("exact")),
+        pattern=pl.when(found).then(pl.lit("gap that ends with its collective")).otherwise(pl.lit("own work")),
     )
 
 

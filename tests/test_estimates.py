@@ -284,3 +284,15 @@ def test_overlap_with_a_union_is_counted_once() -> None:
 def test_surcharges_that_cannot_be_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         Surcharges(**given)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
+def test_a_bubble_is_all_time_in_which_devices_do_nothing(kind: Any) -> None:
+    layout = Parallelism(pp=4, schedule=kind)
+    model = msgspec.structs.replace(LLAMA, layers=64, vocab=64)  # so that every stage takes nearly as long
+    slow, fast = (of(layout, model, faster=100, launch_us=launch_us) for launch_us in (None, 0.001))
+    assert slow.step_ns == pytest.approx(fast.step_ns, abs=10)
+    assert slow.bubble == pytest.approx(fast.bubble, abs=1e-6)
+    assert slow.bubble == pytest.approx(3 / (16 + 3), abs=0.02)  # of 4 stages and 16 micro-batches
+    more = of(layout, model, faster=100, global_batch=64)
+    assert more.bubble == pytest.approx(3 / (64 + 3), abs=0.02)

@@ -91,9 +91,12 @@ class Estimate(Predicted):
 
     @cached_property
     def bubble(self) -> float:
-        """Share of the step in which a rank waits for others, the mean of ranks."""
-        waits = self.breakdown.filter(pl.col("part").is_in(["other", "exposed_wait", "unexplained"]))
-        return float(waits["share"].sum()) / self.layout.pp
+        """Share of the step in which a rank's device neither computes nor moves data, the mean of ranks.
+
+        It waits for other ranks then, or for its host, or has done while others have not.
+        """
+        busy = self.breakdown.filter(pl.col("part").is_in(["compute", "overlapped", "exposed_transfer", "copies"]))
+        return 1 - float(busy["time_ns"].sum()) / (self.step_ns * self.layout.pp)
 
     @cached_property
     def memory(self) -> pl.DataFrame:

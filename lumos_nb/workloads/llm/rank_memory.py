@@ -113,11 +113,10 @@ def numbers_held(weight: Weight, model: Transformer, layout: Parallelism) -> flo
 def alone(layout: Parallelism, train: Training) -> pl.DataFrame:
     """A layout as a row of a table of them."""
     fields = {name: getattr(layout, name) for name in layout.__struct_fields__ if name != "split"}
-    return coded(pl.DataFrame([fields | {"micro_batch": train.micro_batch, "recompute": train.recompute}]))
+    return coded(pl.DataFrame(fields | {"micro_batch": train.micro_batch, "recompute": train.recompute}))
 
 
-OF_LAYER = ("tp", "sequence_parallel", "cp", "etp", "recompute")
-OF_NUMBERS = ("tp", "ep", "etp")
+OF_LAYER, OF_NUMBERS = ("tp", "sequence_parallel", "cp", "etp", "recompute"), ("tp", "ep", "etp")
 """Axes on which tensors of a layer depend, and numbers of parameters."""
 
 
@@ -423,12 +422,11 @@ class Ranks:
         """What the backward pass of the head makes and needs."""
         whole, part, inputs = self.hidden_bytes
         anew = (1 + self.train.regather) * whole * (part < whole)  # its gradient gathered, and again its input
-        gradient = np.ceil(self.model.vocab / self.tp) / self.model.hidden * whole
-        return {"logits": inputs + gradient, "workspace": anew + part}
+        return {"logits": inputs + self.logits * self.number, "workspace": anew + part}
 
     def head_put_off(self) -> Parts:
         """What the weight pass of the head waits with."""
-        needed = {"logits": np.ceil(self.model.vocab / self.tp) * self.tokens * self.number + self.hidden_bytes[2]}
+        needed = {"logits": self.logits * self.number + self.hidden_bytes[2]}
         return times(needed, self.last * (not self.train.lora))
 
 
