@@ -260,8 +260,8 @@ def _about_errors(scored: pl.DataFrame | None, step: int) -> str:
         return "It takes another step besides the first, steps that take time, and to be asked for."
     own = format_share(scored.filter(pl.col("step") == step)["own_share"].item())
     return (
-        "From a step's own computation; launch latencies, gaps, waits and transfers are the other steps'. Null: the "
-        f"step before, unchanged. Of step {step}'s path {own} was given; near 100 % errors say little."
+        f"Each of {how_many(scored.height, 'step')}, from the others of these alone: computation is its own; launch "
+        f"latencies, gaps, waits and transfers are the other steps'. Null: the step before, unchanged. Of step {step}'s path {own} was given; near 100 % errors say little."
     )
 
 

@@ -51,7 +51,7 @@ def test_a_gap_that_ends_with_a_collective_waits_for_it():
     assert spans(faster, copies, rank=0) == [(1282, 1380)]
     assert (
         step_us(scaled(graph, comm=0)) == step_us(graph) - 120
-    )  # its own work goes on until 280, and it wakes up in 2
+    )  # work goes on until 280, and it wakes up in 2
 
 
 @pytest.mark.parametrize("goes_on", [130, 900])
