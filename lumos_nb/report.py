@@ -261,7 +261,8 @@ def _about_errors(scored: pl.DataFrame | None, step: int) -> str:
     own = format_share(scored.filter(pl.col("step") == step)["own_share"].item())
     return (
         f"Each of {how_many(scored.height, 'step')}, from the others of these alone: computation is its own; launch "
-        f"latencies, gaps, waits and transfers are the other steps'. Null: the step before, unchanged. Of step {step}'s path {own} was given; near 100 % errors say little."
+        f"latencies, gaps, waits and transfers are the other steps'. Null: the step before, unchanged. "
+        f"Of step {step}'s path {own} was given; near 100 % errors say little."
     )
 
 
