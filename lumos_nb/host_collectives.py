@@ -84,6 +84,7 @@ def with_waits(threads: pl.DataFrame, device: pl.DataFrame) -> tuple[pl.DataFram
     called = waits.select(
         "row",
         "correlation",
+        launch_ns="from_ns",
         kind=pl.lit("wait"),
         call=pl.lit("wait_comm"),
         name=pl.lit("wait for ") + pl.col("collective"),

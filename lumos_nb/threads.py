@@ -137,13 +137,20 @@ def _by_lane(events: pl.DataFrame, layers: pl.DataFrame) -> tuple[pl.DataFrame, 
 
 
 def _unlabelled(work: pl.DataFrame) -> pl.Series:
-    """Which operators issue a collective that CPU threads execute, without a label of the recorder around them."""
+    """Which operators issue a collective that CPU threads execute, without a label of the recorder around them.
+
+    Those that call the runtime of a device issue one there.
+    """
     labels = work.filter(labelled="launch").select("lane", "start_ns", until_ns="end_ns").sort("start_ns")
-    issues = pl.col("issues") & (pl.col("category") == "cpu_op")
-    rows = work.select("row", "lane", "start_ns", "end_ns", issues=issues).sort("start_ns", "row")
-    rows = rows.join_asof(labels, on="start_ns", by="lane", check_sortedness=False)
-    inside = (pl.col("end_ns") <= pl.col("until_ns")).fill_null(value=False)
-    return rows.with_columns(pl.col("issues") & ~inside).sort("row")["issues"]
+    is_call = pl.col("category").is_in(CALL_CATEGORIES)
+    calls = work.filter(is_call).select("lane", "start_ns", call_ns="start_ns").sort("start_ns")
+    issues = work.filter(pl.col("issues") & (pl.col("category") == "cpu_op"))
+    issues = issues.select("row", "lane", "start_ns", "end_ns").sort("start_ns")
+    issues = issues.join_asof(labels, on="start_ns", by="lane", check_sortedness=False)
+    issues = issues.join_asof(calls, on="start_ns", by="lane", strategy="forward", check_sortedness=False)
+    apart = (pl.col("end_ns") > pl.col("until_ns")) | pl.col("until_ns").is_null()
+    on_host = (pl.col("call_ns") >= pl.col("end_ns")) | pl.col("call_ns").is_null()
+    return work["row"].is_in(issues.filter(apart & on_host)["row"].implode())
 
 
 def _numbers(column: pl.Series) -> Int64s:

@@ -49,9 +49,7 @@ def test_a_gap_that_ends_with_a_collective_waits_for_it():
     copies = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
     assert spans(graph, copies, rank=0) == [(1402, 1500)]
     assert spans(faster, copies, rank=0) == [(1282, 1380)]
-    assert (
-        step_us(scaled(graph, comm=0)) == step_us(graph) - 120
-    )  # work goes on until 280, and it wakes up in 2
+    assert step_us(scaled(graph, comm=0)) == step_us(graph) - 120  # work goes on until 280, and it wakes up in 2
 
 
 @pytest.mark.parametrize("goes_on", [130, 900])
@@ -65,6 +63,20 @@ def test_a_record_that_ends_after_its_waiter_ends_with_it():
     recording = recording_of(unlabelled(0, goes_on=370), unlabelled(1, goes_on=370))
     assert recording.ops.filter(kind="comm")["dur_ns"].unique().to_list() == [267_000]
     assert waits(recording)["dur_ns"].unique().to_list() == [240_000]
+
+
+def test_an_operator_that_launches_on_a_device_issues_nothing_on_the_host():
+    def body(trace: Trace, step: int, s: float) -> None:
+        trace.op("c10d::allreduce_", s + 20, s + 25)
+        trace.annotation("gloo:all_reduce", s + 23, s + 90, thread=9)
+        trace.op("c10d::allreduce_", s + 100, s + 130)
+        trace.launch("ncclKernel_AllReduce", (s + 110, s + 114), (s + 120, s + 200))
+
+    recording = recording_of(*(repeated(body, rank=number) for number in range(2)))
+    issues = recording.ops.filter(call="launch").select("call_name", "dur_ns").unique().sort("call_name")
+    assert issues.rows() == [("c10d::allreduce_", 5_000), ("cudaLaunchKernel", 4_000)]
+    assert recording.ops.filter(kind="comm")["step"].to_list() == [1, 2, 3, 4] * 4
+    assert recording.report.filter(what="overlaps on a thread").is_empty()
 
 
 @pytest.mark.parametrize(
