@@ -12,6 +12,7 @@ import polars as pl
 
 import lumos_nb as ln
 from lumos_nb.costs.embeddings import PhysicalLookup
+from lumos_nb.csv_files import read_csv
 from lumos_nb.errors import UNDECODABLE, InputError, LayoutError
 from lumos_nb.exchange import chakra
 from lumos_nb.exchange.chakra.conversion import Estimated
@@ -131,7 +132,9 @@ def _spec(kind: type[S], words: Sequence[str]) -> S:
 
 
 def _table(path: Path) -> pl.DataFrame:
+    if path.suffix != ".parquet":
+        return read_csv(path, InputError)
     try:
-        return read_table(path) if path.suffix == ".parquet" else pl.read_csv(path)
-    except pl.exceptions.PolarsError as error:
-        raise InputError(f"{path} is no table: {error}. Give CSV with a header, or Parquet.") from error
+        return read_table(path)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise InputError(f"{path} is no table: {error}. Give Parquet, or CSV with a header.") from error

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.costs.names import kernel_families
 from lumos_nb.costs.operators import OPERATORS, operator_key
+from lumos_nb.csv_files import read_csv
 from lumos_nb.display import Shown, format_bytes, format_ns, format_share
 from lumos_nb.errors import InputError, RunError
 from lumos_nb.exchange.benchmark.steps import AMOUNTS, KEY, device_use, marked_steps, step_rows, typical
@@ -171,8 +172,8 @@ class _Side:
         rows = [pl.DataFrame(schema=dict.fromkeys(columns, pl.Float64()))]
         for file in sorted(self.folder.glob(pattern)) if self.folder and self.folder.is_dir() else []:
             try:
-                rows.append(pl.read_csv(file).select(pl.col(columns).cast(pl.Float64)).drop_nulls())
-            except (pl.exceptions.PolarsError, UnicodeDecodeError) as error:
+                rows.append(read_csv(file, RunError).select(pl.col(columns).cast(pl.Float64)).drop_nulls())
+            except (RunError, pl.exceptions.PolarsError) as error:
                 raise RunError(f"{file} is no table of numbers with the columns {', '.join(columns)}.") from error
         return pl.concat(rows)
 

@@ -1,0 +1,24 @@
+"""CSV files of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+
+from lumos_nb.errors import LumosError
+
+_PACKED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda", b"\x28\xb5\x2f\xfd")
+"""How gzip, zlib and zstd begin: polars would unpack them, to whatever size they claim."""
+
+
+def read_csv(path: Path, error: type[LumosError]) -> pl.DataFrame:
+    """The table of a CSV file with a header; raises `error` of what is none, or is compressed."""
+    try:
+        with path.open("rb") as file:
+            packed = file.read(4).startswith(_PACKED)
+        if not packed:
+            return pl.read_csv(path)
+    except (OSError, pl.exceptions.PolarsError, UnicodeDecodeError) as why:
+        raise error(f"{path} is no table: {why}. Give CSV with a header.") from why
+    raise error(f"{path} is compressed. Unpack it first.")
