@@ -77,7 +77,7 @@ def profiles_of(marks: pl.DataFrame) -> pl.DataFrame:
 
 
 def _fallen(marks: pl.DataFrame) -> pl.DataFrame:
-    distinct = marks.unique(["rank", "thread", "step", "start_ns"]).sort("rank", "thread", "start_ns")
+    distinct = marks.unique(["rank", "thread", "step", "start_ns"]).sort("rank", "thread", "start_ns", "step")
     return distinct.filter((pl.col("step").diff() <= 0).over("rank", "thread"))
 
 

@@ -9,6 +9,7 @@ from lumos_nb.critical_path import replay
 from lumos_nb.errors import GraphError
 from lumos_nb.graph import Recording, build_graph
 from lumos_nb.ops import NO_DEVICE, build_ops
+from lumos_nb.repairs import profiles_of
 from tests.trace_builder import Trace, graph_of, recording_of, repeated, run_of, spans, step_us
 
 
@@ -106,3 +107,9 @@ def test_nested_operators_and_calls_do_not_overlap() -> None:
     trace = repeated(body)
     assert counts(recording_of(trace), "overlaps on a thread") == []
     assert spans(graph_of(trace, step=2), "k") == [(1030, 1220)]
+
+
+def test_steps_that_begin_in_one_instant_are_of_one_profile_in_whatever_order_they_stand() -> None:
+    marks = pl.DataFrame({"rank": 1, "step": [2, 1, 3], "thread": 7, "start_ns": [0, 0, 5]})
+    for _ in range(50):  # rows without an order of their own come in another one each time
+        assert profiles_of(marks).is_empty()
