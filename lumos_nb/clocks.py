@@ -147,25 +147,25 @@ def _number_from_end(part: pl.DataFrame) -> pl.DataFrame:
     reference = max(by_rank.values(), key=lambda p: (p.height, -int(p["rank"][0])))
     anchor = reference["end_ns"].to_numpy()[::-1]
     out = []
-    for table in by_rank.values():
-        shift = _lost_steps(table, reference)
+    steps = part.group_by("rank", "step").agg(number=pl.len()).partition_by("rank", as_dict=True)
+    for rank, table in by_rank.items():
+        shift = _lost_steps(steps[rank,], steps[reference["rank"][0],])
         if shift is None:
             shift = _tail_shift(table["end_ns"].to_numpy()[::-1], anchor)
         out.append(table.with_columns(number=-(pl.int_range(pl.len(), 0, -1, dtype=pl.Int64) - 1) - shift))
     return pl.concat(out)
 
 
-def _lost_steps(table: pl.DataFrame, reference: pl.DataFrame) -> int | None:
-    """How many more collectives than `reference`'s rank this one lost at its end, if both have as many in each step.
+def _lost_steps(own: pl.DataFrame, reference: pl.DataFrame) -> int | None:
+    """How many more collectives than another rank this one lost at its end, if both have the same `number` a `step`.
 
     The first and the last step that they share may be cut off.
     """
-    counts = (rank.group_by("step").agg(number=pl.len()) for rank in (table, reference))
-    shared = next(counts).join(next(counts), on="step").sort("step")[1:-1]
+    shared = own.join(reference, on="step").sort("step")[1:-1]
     if shared.is_empty() or (shared["number"] != shared["number_right"]).any():
         return None
-    theirs, own = (int((rank["step"] > shared["step"][-1]).sum()) for rank in (reference, table))
-    return theirs - own
+    after = pl.col("step") > shared["step"][-1]
+    return int(reference.filter(after)["number"].sum()) - int(own.filter(after)["number"].sum())
 
 
 def _tail_shift(ends: NDArray[np.int64], anchor: NDArray[np.int64]) -> int:

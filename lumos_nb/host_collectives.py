@@ -98,8 +98,8 @@ def with_waits(threads: pl.DataFrame, device: pl.DataFrame) -> tuple[pl.DataFram
 
 def _unlabelled(device: pl.DataFrame) -> pl.DataFrame:
     """Executions of which only an operator says who issued them."""
-    by_operator = pl.col("call_name").str.contains(COMM_ISSUE) & (pl.col("kind") == "comm")
-    return device.filter(by_operator).select(
+    comm = device.filter(pl.col("kind") == "comm")  # no kernel is called so yet
+    return comm.filter(pl.col("call_name").str.contains(COMM_ISSUE)).select(
         "at",
         "rank",
         "thread",
