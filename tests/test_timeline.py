@@ -155,7 +155,7 @@ def test_a_table_that_is_no_timeline_is_refused(tmp_path, change, message):
 def test_a_damaged_table_is_refused(tmp_path):
     path = parquet(tmp_path / "trace-a.parquet", TWO_STAGES)
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(TraceError, match="cannot be read as Parquet"):
+    with pytest.raises(TraceError, match="no whole Parquet file"):
         read_trace(path)
 
 

@@ -12,6 +12,7 @@ from lumos_nb.display import Shown
 from lumos_nb.errors import TraceError, folder_for
 from lumos_nb.schema import panics_told
 from lumos_nb.traces.json_stream import check_unpacked
+from lumos_nb.traces.parquet_pages import check_pages
 from lumos_nb.traces.perfetto import HasEvents, write_perfetto
 from lumos_nb.whole_files import whole_file
 
@@ -31,11 +32,12 @@ def read_table(path: Path, columns: list[str] | None = None) -> pl.DataFrame:
     Raises
     ------
     TraceError
-        It has more rows than a file of its size may unpack to.
+        It would unpack to more than a file of its size may, or its pages claim what cannot be.
     pl.exceptions.PolarsError, OSError
         It cannot be read.
     """
     with panics_told(), path.open("rb") as file:
+        check_pages(path, file)
         rows, width = pl.scan_parquet(file).select(pl.len()).collect().item(), len(pl.read_parquet_schema(file))
         check_unpacked(path, path.stat().st_size, 8 * rows * width)
         file.seek(0)
