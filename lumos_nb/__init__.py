@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lumos_nb.beside import timed_steps as timed_steps
     from lumos_nb.config import Fabric as Fabric
     from lumos_nb.config import Gpu as Gpu
     from lumos_nb.config import find_fabric as find_fabric
@@ -99,6 +100,7 @@ _MODULES = {
     "lumos_nb.traces.run": ("Run", "load_run"),
     "lumos_nb.traces.perfetto": ("write_perfetto",),
     "lumos_nb.traces.execution_trace": ("ExecutionTrace", "load_execution_trace"),
+    "lumos_nb.beside": ("timed_steps",),
     "lumos_nb.ops": ("build_ops",),
     "lumos_nb.graph": ("Graph", "Recording", "build_graph"),
     "lumos_nb.steady": ("repeat",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
@@ -22,3 +23,14 @@ def read_csv(path: Path, error: type[LumosError]) -> pl.DataFrame:
     except (OSError, pl.exceptions.PolarsError, UnicodeDecodeError) as why:
         raise error(f"{path} is no table: {why}. Give CSV with a header.") from why
     raise error(f"{path} is compressed. Unpack it first.")
+
+
+def read_numbers(files: Sequence[Path], columns: Sequence[str], error: type[LumosError]) -> pl.DataFrame:
+    """Columns of numbers of several CSV files, one below the other, rows that lack one left out; as `read_csv`."""
+    rows = [pl.DataFrame(schema=dict.fromkeys(columns, pl.Float64()))]
+    for file in files:
+        try:
+            rows.append(read_csv(file, error).select(pl.col(columns).cast(pl.Float64)).drop_nulls())
+        except (error, pl.exceptions.PolarsError) as why:
+            raise error(f"{file} is no table of numbers with the columns {', '.join(columns)}.") from why
+    return pl.concat(rows)

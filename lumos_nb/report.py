@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
+from lumos_nb.beside import timed_in_words
 from lumos_nb.critical_path import Result, replay, sweep
 from lumos_nb.display import format_ns, format_share, how_many, html_table, text_table
 from lumos_nb.errors import LumosError, named
@@ -198,7 +199,7 @@ def step_report(
         "evidence": evidence_shares(graph),
         "notes": _notes(run, graph.report),
     }
-    notes = {"steps": _about_steps(recording), "prediction": _about_errors(scored, graph.step)}
+    notes = {"steps": _about_steps(run, recording), "prediction": _about_errors(scored, graph.step)}
     return Report(
         title=f"Step {graph.step} of {_named(run, recording.world_size)}",
         summary=_summary(times, scored, result) + interval_in_words(recording, graph.step),
@@ -248,11 +249,12 @@ def _summary(times: pl.DataFrame, scored: pl.DataFrame | None, result: Result) -
     )
 
 
-def _about_steps(recording: Recording) -> str:
+def _about_steps(run: Run, recording: Recording) -> str:
     steps, median_ns, _, _, noise = step_spread(recording).row(0)
     scatter = f", which scatter by {format_share(noise)}" if noise is not None else ""
     inner = f"Median {format_ns(median_ns)} of {how_many(steps, 'step')}{scatter}"
-    return f"{inner}. Those at an edge, where the profiler began or ended, count if there are no others."
+    edges = "Those at an edge, where the profiler began or ended, count if there are no others."
+    return f"{inner}. {edges}{timed_in_words(run, median_ns)}"
 
 
 def _about_errors(scored: pl.DataFrame | None, step: int) -> str:

@@ -138,6 +138,8 @@ def _why_not(file: Path) -> str | None:
         return "it is no regular file, or a link that leads nowhere"
     if file.name.endswith(SUFFIXES) and not file.name.startswith("."):
         return None
+    if file.name == "steps.csv":
+        return "it is how long steps took without the profiler: ln.timed_steps reads it"
     for suffixes, what, advice in REFUSED_SUFFIXES:
         if file.name.endswith(suffixes):
             return f"it is {what}: {advice}"

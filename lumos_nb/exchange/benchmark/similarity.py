@@ -10,9 +10,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from lumos_nb.beside import files_beside, timed_steps
 from lumos_nb.costs.names import kernel_families
 from lumos_nb.costs.operators import OPERATORS, operator_key
-from lumos_nb.csv_files import read_csv
+from lumos_nb.csv_files import read_numbers
 from lumos_nb.display import Shown, format_bytes, format_ns, format_share
 from lumos_nb.errors import InputError, RunError
 from lumos_nb.exchange.benchmark.steps import AMOUNTS, KEY, device_use, marked_steps, step_rows, typical
@@ -54,7 +55,7 @@ class Similarity(Shown):
         `figure`, `unit`, `original`, `replayed`, `ratio`; of the step's time also `low` and `high` of the ratio (95 %,
         bootstrapped over the steps). Only what both have is there: operator and kernel time, launches, collectives,
         bytes and time in them; how busy devices are and how full their SMs; and what NVML said of activity and power,
-        where both folders have `device-*.csv`.
+        where both have `device-*.csv` beside the traces.
     coverage_by_count, coverage_by_time
         The share of the original's operators, and of their time, that the benchmark calls too, by name.
     distance
@@ -123,7 +124,7 @@ def compare(original: Run | str | Path, replayed: Run | str | Path) -> Similarit
     -------
     Similarity
         Tables, shares, and a verdict. The times of operators are those that a profiler saw; the step's time is that of
-        `steps.csv`, without a profiler, where both folders have one.
+        `steps.csv` beside the traces, without a profiler, where both have one.
 
     Raises
     ------
@@ -164,23 +165,11 @@ class _Side:
         if not isinstance(source, Run | str | Path):
             raise InputError(f"this takes a run, or the path of one; it was given a {type(source).__name__}.")
         self.run = source if isinstance(source, Run) else load_run(source)
-        self.folder = None if isinstance(source, Run) else Path(source)
         self.rows = typical(step_rows(self.run))
-
-    def table(self, pattern: str, *columns: str) -> pl.DataFrame:
-        """Columns of numbers of all the folder's files of that name; without rows if there is none."""
-        rows = [pl.DataFrame(schema=dict.fromkeys(columns, pl.Float64()))]
-        for file in sorted(self.folder.glob(pattern)) if self.folder and self.folder.is_dir() else []:
-            try:
-                rows.append(read_csv(file, RunError).select(pl.col(columns).cast(pl.Float64)).drop_nulls())
-            except (RunError, pl.exceptions.PolarsError) as error:
-                raise RunError(f"{file} is no table of numbers with the columns {', '.join(columns)}.") from error
-        return pl.concat(rows)
 
     def timed_ns(self) -> NDArray[np.float64] | None:
         """Times of the steps that nothing was attached to; None where none are known."""
-        rows = self.table("steps*.csv", "step", "wall_ns")
-        times = rows.group_by("step").agg(pl.col("wall_ns").max()).sort("step")["wall_ns"]
+        times = timed_steps(self.run)["wall_ns"]
         return times.to_numpy() if len(times) else None
 
     def traced_ns(self) -> NDArray[np.float64]:
@@ -194,7 +183,7 @@ class _Side:
 
     def told(self, column: str) -> float | None:
         """What NVML said of the devices, in the mean; None where it was not asked."""
-        found = self.table(_ACTIVITY, column)[column]
+        found = read_numbers(files_beside(self.run, _ACTIVITY), [column], RunError)[column]
         return float(found.sum()) / len(found) if len(found) else None
 
 

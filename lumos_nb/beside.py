@@ -1,0 +1,60 @@
+"""What a recording leaves beside its traces: the times of steps that no profiler slowed down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from lumos_nb.csv_files import read_numbers
+from lumos_nb.display import format_ns, how_many
+from lumos_nb.errors import RunError
+from lumos_nb.traces.run import Run
+
+
+def files_beside(run: Run, pattern: str) -> list[Path]:
+    """Files of such a name in the folder of a run's traces; none of several folders, an archive, or made-up events."""
+    folders = {Path(path).parent for path in run.ranks["path"].drop_nulls()}
+    return sorted(folders.pop().glob(pattern)) if len(folders) == 1 else []
+
+
+def timed_steps(run: Run) -> pl.DataFrame:
+    """How long steps took before the profiler began, of a run that `capture` or a generated program recorded.
+
+    Parameters
+    ----------
+    run
+        What `load_run` gives; beside its traces lies `steps.csv`, or one such file a rank.
+
+    Returns
+    -------
+    DataFrame
+        One row a step: `step`, counted from 0, and `wall_ns` of its slowest rank. Without rows where there is no file.
+
+    Raises
+    ------
+    RunError
+        A file is no table of numbers with these columns.
+
+    Examples
+    --------
+    >>> timed_steps(run)["wall_ns"].median() / 1e6
+    """
+    rows = read_numbers(files_beside(run, "steps*.csv"), ["step", "wall_ns"], RunError)
+    return rows.group_by("step").agg(pl.col("wall_ns").max()).sort("step").cast(pl.Int64)
+
+
+def timed_in_words(run: Run, profiled_ns: float) -> str:
+    """A sentence on how much longer steps take with the profiler; nothing where no file tells."""
+    try:
+        timed_ns = timed_steps(run)["wall_ns"].to_numpy()
+    except RunError as error:  # anybody may have such a file
+        return f" {error}"
+    if not len(timed_ns) or not (median_ns := float(np.median(timed_ns))):
+        return ""
+    steps = how_many(len(timed_ns), "step")
+    return (
+        f" Before the profiler began, {steps} took {format_ns(median_ns)} in the median (steps.csv): those with it take"
+        f" {profiled_ns / median_ns:.2f} times as long."
+    )
