@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_what_is_generated_is_told_and_sizes_become_smaller(tmp_path, capfd):
     assert "layer=" not in (tmp_path / "workload.json").read_text()
     assert f"run it with: python {tmp_path}/bench.py" in printed(capfd, "benchmark", "generate", PAIRED, tmp_path)
     assert "layer=" in (tmp_path / "workload.json").read_text()
+
+
+def test_the_program_says_which_tables_it_has(tmp_path, capfd):
+    printed(capfd, "benchmark", "generate", ln.datasets.path("gpt-ddp-paired"), tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    tables = {path.name for path in tmp_path.glob("workload*.json")}
+    assert tables == {"workload-0.json", "workload-1.json"}
+    assert set(re.findall(r"`(workload.*?)`", text)) == tables
+    assert "The job has 2 ranks, of which 2 can be" in text
+    assert "no stand-ins" in text
 
 
 def test_a_trace_is_run_without_a_folder_and_the_times_are_json_alone(capfd):

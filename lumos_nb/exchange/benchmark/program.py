@@ -12,7 +12,7 @@ import msgspec
 import polars as pl
 
 from lumos_nb import device_activity
-from lumos_nb.display import text_table
+from lumos_nb.display import how_many, text_table
 from lumos_nb.errors import BenchmarkError, InputError, folder_for, in_the_way, named, shown
 from lumos_nb.exchange.benchmark.collectives import DEFAULT_GROUP
 from lumos_nb.exchange.benchmark.tables import Workload, workload
@@ -74,14 +74,18 @@ def generate(
     files = {part.name: _as_program(part) for part in RUNNER} | {"README.md": _readme(made).encode()}
     for one in made:
         one.table["source"]["ranks"] = sorted(other.table["source"]["rank"] for other in made)
-        suffix = "" if len(made) == 1 else f"-{one.table['source']['rank']}"
         if len(one.indices):
-            files[f"indices{suffix}.bin"] = one.indices.astype("<i8").tobytes()
-        files[f"workload{suffix}.json"] = msgspec.json.encode(one.table)
+            files[_file_of(one, "indices", "bin", len(made))] = one.indices.astype("<i8").tobytes()
+        files[_file_of(one, "workload", "json", len(made))] = msgspec.json.encode(one.table)
     for name, content in files.items():  # the tables after what they need: each says which others belong to it
         with whole(folder / name, InputError) as written:
             written.write_bytes(content)
     return made[0]
+
+
+def _file_of(one: Workload, what: str, ending: str, ranks: int) -> str:
+    """The name of a file of a rank; of the only one without its number."""
+    return f"{what}.{ending}" if ranks == 1 else f"{what}-{one.table['source']['rank']}.{ending}"
 
 
 def _as_program(module: Path) -> bytes:
@@ -158,12 +162,12 @@ README = """# A benchmark made from an execution trace
 runs the operators of the trace on tensors of the same sizes, strides and lifetimes, and prints the time of an
 iteration. It needs torch and nothing else. `python bench.py --help` lists what can be chosen: the device, a part by
 name or number, computation or communication alone, host gaps as recorded, and `--profile OUT`, which writes what
-lumos_nb's `benchmark.compare` holds against the original. Of the {ranks} rank(s) of the job, {launched} can be
-launched; torch's fake process group plays those that are not, and their collectives take the time that workload.json
-says for them, if any.
+lumos_nb's `benchmark.compare` holds against the original. The job has {ranks}, of which {launched} can be
+launched; torch's fake process group plays those that are not, and their collectives take the time that the table of a
+rank says for them, if any.
 
-`workload.json` is data: operators are looked up in torch's registry by name, and none of it is evaluated. Values are
-drawn anew (indices are valid, variances positive); nothing of the original's data is in it.
+The tables are data: operators are looked up in torch's registry by name, and none of it is evaluated. Values are
+drawn anew (indices are valid, variances positive); nothing of the original's data is in it. They are {tables}.
 
 ## What is covered
 
@@ -176,7 +180,12 @@ drawn anew (indices are valid, variances positive); nothing of the original's da
 def _readme(made: Sequence[Workload]) -> str:
     ranks = len(made[0].table["groups"][DEFAULT_GROUP])
     launch = f"\n    torchrun --nproc-per-node {len(made)} bench.py" if len(made) > 1 else ""
+    tables = ", ".join(f"`{_file_of(one, 'workload', 'json', len(made))}`" for one in made)
     parts = [*map(repr, made), *(text_table(one.notes) for one in made[:1] if len(one.notes))]
     return README.format(
-        launch=launch, ranks=ranks, launched=len(made), covered="\n\n".join(parts).replace("~~~", "---")
+        launch=launch,
+        ranks=how_many(ranks, "rank"),
+        launched=len(made),
+        tables=tables,
+        covered="\n\n".join(parts).replace("~~~", "---"),
     )

@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.costs.calibration import Calibration
-from lumos_nb.display import Shown, format_bytes, format_share
+from lumos_nb.display import Shown, format_bytes, format_share, how_many
 from lumos_nb.embedding_tables import BINS, complete_tables, reused_indices, zipf_indices
 from lumos_nb.errors import UNDECODABLE, InputError, TraceError, require_kinds, shown
 from lumos_nb.exchange.benchmark.calls import FREE, Node, Tensor, choose, read_nodes, tensors_of
@@ -90,7 +90,9 @@ class Workload(Shown):
         return stand_ins.group_by("op", "reason").agg(calls=pl.len(), operators=pl.col("operators").sum()).sort("op")
 
     def _shown(self) -> list[tuple[str, pl.DataFrame]]:
-        return [(f"{self._title()}; stand-ins:", self._overview())]
+        stand_ins = self._overview()
+        words = f"{how_many(len(stand_ins), 'stand-in')}:" if len(stand_ins) else "no stand-ins"
+        return [(f"{self._title()}; {words}", stand_ins)]
 
 
 def workload(
