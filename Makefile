@@ -92,7 +92,7 @@ soak: env warm ## 100,000 damaged files before every reader, an hour or two: doc
 	$(BIN)/python -m tests.soak --record
 	$(BIN)/python -m benchmarks.rows
 
-kill: env warm ## programs killed 200 times while they parse, calibrate, search and export: docs/robustness.md
+kill: env warm ## programs killed 220 times while they parse, calibrate, search, cut into jobs and export: docs/robustness.md
 	$(BIN)/python -m tests.kill_soak
 	$(BIN)/python -m benchmarks.rows
 

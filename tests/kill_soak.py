@@ -1,6 +1,6 @@
 """Programs that are killed at any moment: what stands under a final name is whole, and the next run ends as if alone.
 
-`make kill` starts jobs of `JOBS` 200 times, each in a folder of its own, and kills them with all their processes: half
+`make kill` starts jobs of `JOBS` 220 times, each in a folder of its own, and kills them with all their processes: half
 at a moment drawn evenly from all the time that the job takes, half from its time after the first file. Then the same
 job runs there to its end, and the folder is compared with that of a run that nobody disturbed.
 `python -m tests.kill_soak --kills 5 --only search` does less.
@@ -29,6 +29,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from lumos_nb import datasets, whole_files
+from lumos_nb.errors import LumosError
 from lumos_nb.traces import cache
 from lumos_nb.whole_files import PART, STALE_S
 
@@ -95,6 +96,13 @@ def report(folder: Path) -> None:
         raise AssertionError("the command failed")
 
 
+def job_of_ranks(folder: Path) -> None:
+    """Cut a graph by rank into a folder, and replay it there."""
+    import lumos_nb as ln
+
+    ln.save_job(ln.build_graph(ln.load_run(datasets.path(RUN))), folder).replay()
+
+
 def search(folder: Path) -> None:
     """Search layouts by two processes, and write what was found."""
     import lumos_nb as ln
@@ -120,13 +128,13 @@ def calibrate(folder: Path) -> None:
 
 def files_of(folder: Path) -> dict[str, Path]:
     """Files under final names."""
-    every = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): path for path in every if not path.name.endswith(PART)}
+    every = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {str(name): path for name, path in every.items() if not any(part.endswith(PART) for part in name.parts)}
 
 
 def parts_of(folder: Path) -> list[Path]:
-    """Files that somebody was writing."""
-    return [path for path in folder.rglob(f"*{PART}") if path.is_file()]
+    """Files, and folders of a job, that somebody was writing."""
+    return [*folder.rglob(f"*{PART}")]
 
 
 def content(path: Path) -> object:
@@ -166,8 +174,24 @@ def as_measured(folder: Path, whole: Path) -> list[str]:
     return wrong
 
 
+def as_a_job(folder: Path, whole: Path) -> list[str]:
+    """What is wrong with a job: it may be none yet; what there is of one is all of it, and replays as it should."""
+    import lumos_nb as ln
+
+    if not (folder / "ranks.parquet").exists():
+        return []
+    try:
+        found, right = ln.open_job(folder), ln.open_job(whole)
+        same = {f"ops of rank {rank}": found.ops_of(rank).equals(right.ops_of(rank)) for rank in right.ranks["rank"]}
+        same |= {f"edges to rank {r}": found.edges_to(r).equals(right.edges_to(r)) for r in right.ranks["rank"]}
+        same["the step"] = found.replay().step_ns == right.replay().step_ns
+    except LumosError as error:
+        return [repr(error)]
+    return [what for what, is_so in same.items() if not is_so]
+
+
 class Job(NamedTuple):
-    """What is killed, how often of 200 times, and how the files that it leaves are judged."""
+    """What is killed, how often of 220 times, and how the files that it leaves are judged."""
 
     do: Callable[[Path], None]
     kills: int
@@ -179,6 +203,7 @@ JOBS = {
     "parse, 2 processes": Job(parse_by_processes, 10),
     "calibrate": Job(calibrate, 10, as_measured),
     "search": Job(search, 20),
+    "job of ranks": Job(job_of_ranks, 20, as_a_job),
     "export: tables": Job(tables, 40),
     "export: Perfetto": Job(perfetto, 20),
     "export: Chakra": Job(chakra, 20),
@@ -333,7 +358,7 @@ def main() -> int:
     """Kill jobs as the command line says; 1 if anything was not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--do", nargs=2, metavar=("JOB", "FOLDER"), help="do a job: what is killed")
-    parser.add_argument("--kills", type=int, help="of each job; 200 in all by default, which are recorded")
+    parser.add_argument("--kills", type=int, help="of each job; 220 in all by default, which are recorded")
     parser.add_argument("--only", choices=JOBS, action="append", help="this job")
     parser.add_argument("--seed", type=int, default=SEED)
     given = parser.parse_args()
