@@ -25,6 +25,7 @@ from benchmarks import made_up_job
 from benchmarks.rows import RESULTS, Row, record
 from lumos_nb.charts.rendering import to_png
 from lumos_nb.charts.style import CLASS_COLOURS, GREY, heading
+from lumos_nb.display import how_many
 from lumos_nb.jobs import open_job
 
 SCRATCH = Path(__file__).parents[1] / "build" / "scale"
@@ -158,7 +159,7 @@ def growth_rows(found: list[dict[str, Any]]) -> Iterator[Row]:
         case, n = one["case"], one["ops"]
         shown = ", ".join(f"{step} {one[f'{step} cpu']:.2g} s" for step in STEPS[1:])
         gib = max(one[f"{step} gib"] for step in STEPS[1:])
-        name = f"scale/{case.ranks} ranks of {case.ops:,} ops: plan, replay, break down"
+        name = f"scale/{how_many(case.ranks, 'rank')} of {case.ops:,} ops: plan, replay, break down"
         note = f"of a processor; {n:,} ops: {shown}; {gib:.2g} GiB at the peak"
         yield Row(name, cpu_s(one), "s", note=note)
     middle, last = (next(one for one in found if one["case"] == case) for case in (CASES[2], LARGEST))
