@@ -16,7 +16,16 @@ from typing import NamedTuple
 import polars as pl
 
 from lumos_nb import hidden, lanes, repairs
-from lumos_nb.clocks import corrected, match_collectives, rank_offsets, shift_device_clocks, unmatched
+from lumos_nb.clocks import (
+    about_messages,
+    begun_early,
+    corrected,
+    early_messages,
+    match_collectives,
+    rank_offsets,
+    shift_device_clocks,
+    unmatched,
+)
 from lumos_nb.errors import RunError, TraceError
 from lumos_nb.executors import spread
 from lumos_nb.graph import groups_of, is_cuda, with_group_sizes, world_size_of
@@ -30,7 +39,19 @@ from lumos_nb.traces.trace import Trace
 from lumos_nb.waits import identify, sync_records
 from lumos_nb.whole_files import told
 
-_MATCHED_BY = ("op_id", "rank", "step", "kind", "collective", "group", "group_size", "comm_seq", "peer")
+_MATCHED_BY = (
+    "op_id",
+    "rank",
+    "step",
+    "device",
+    "kind",
+    "collective",
+    "group",
+    "group_size",
+    "comm_seq",
+    "comm_bytes",
+    "peer",
+)
 _TIMES = ("launch_ns", "start_ns", "dur_ns")
 
 
@@ -179,6 +200,7 @@ class _Clock:
     world_size: int
     offsets: pl.DataFrame
     match: pl.DataFrame
+    early: pl.DataFrame
     hidden: pl.DataFrame
     late: pl.DataFrame
     members: pl.DataFrame
@@ -214,14 +236,15 @@ def on_one_clock(
     offsets, report = rank_offsets(comm, pl.Series([rank for rank, cut in cuts.items() if cut.ops], dtype=pl.Int32))
     counts = [cut.ops for cut in cuts.values()]
     matches = own_rows(comm.select("op_id", "match").drop_nulls(), bases, counts)
+    early = early_messages(corrected(comm, offsets))
     nothing = hidden.numbered(hidden.NOWHERE, 0)
     clocks = [
-        _Clock(rank, cut, read.groups, read.world_size, offsets, match, nothing, hidden.NEVER, nothing)
-        for (rank, cut), match in zip(cuts.items(), matches, strict=True)
+        _Clock(rank, cut, read.groups, read.world_size, offsets, match, sends, nothing, hidden.NEVER, nothing)
+        for (rank, cut), match, sends in zip(cuts.items(), matches, own_rows(early, bases, counts), strict=True)
     ]
     if sum(count > 0 for count in counts) > 1:
         clocks = _with_hidden(clocks, comm, executor)
-    return [*spread(executor, _align, clocks)], pl.concat([report, unmatched(comm)])
+    return [*spread(executor, _align, clocks)], pl.concat([report, unmatched(comm), about_messages(early)])
 
 
 def bases_of(counts: Sequence[int]) -> list[int]:
@@ -285,7 +308,7 @@ def _align(clock: _Clock) -> Clocked:
     ops = with_group_sizes(clock.ops(), clock.groups, clock.world_size)
     ops = ops.join(clock.match, on="op_id", how="left", maintain_order="left")
     ops, found = hidden.mark(ops, clock.hidden, clock.late, clock.members, renumber=clock.renumber)
-    ops, overlaps = lanes.in_turn(ops)
+    ops, overlaps = lanes.in_turn(begun_early(ops, clock.early))
     report = pl.concat([found, overlaps, repairs.unlaunched(ops)])
     ops = identify(ops)
     _write(ops, clock.cut.path)

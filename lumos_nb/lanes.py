@@ -10,7 +10,7 @@ from lumos_nb.calls import BLOCKING_COPIES, HOST_COLLECTIVE
 from lumos_nb.repairs import counted
 from lumos_nb.schema import DEVICE_KINDS, EVIDENCE, OP_KINDS
 
-ROLES = ARRIVAL, OWN, BLOCKED, WAIT_POINT, RECORD_POINT, DELAY, BACKLOG, ENGINE_RETURN, ABSENT_PEERS = tuple(range(9))
+ROLES = ARRIVAL, ABSENT_PEERS, OWN, BLOCKED, WAIT_POINT, RECORD_POINT, DELAY, BACKLOG, ENGINE_RETURN = tuple(range(9))
 """Roles of the rows that one raw op becomes: row id = 9 x raw op id + role. Joins have ids below 0, leads far below."""
 
 LEAD_ID = -(1 << 40)

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import polars as pl
 import pytest
 
-from lumos_nb.clocks import align_clocks, align_ranks, match_collectives, shift_device_clocks
+from lumos_nb.clocks import (
+    about_messages,
+    align_clocks,
+    align_ranks,
+    begun_early,
+    early_messages,
+    match_collectives,
+    shift_device_clocks,
+)
 from lumos_nb.ops import build_ops
 from tests.trace_builder import ZERO_NS, Trace, run_of
 
@@ -248,6 +256,64 @@ def test_messages_that_arrive_late_in_both_directions_give_the_offset_between():
     ops, report = align_ranks(match_collectives(ops_of(one, other)))
     assert report["time_ns"].to_list() == [-1_000_000]
     assert matched(ops)[:2] == [{0: 20, 1: 26}, {0: 76, 1: 70}]
+
+
+def exchange(sent: tuple[float, float, float], received: tuple[float, float, float]) -> pl.DataFrame:
+    """Ops of one message: when each side calls, when its record begins, when that ends."""
+    sides = Trace(0), Trace(1)
+    for trace, kind, (call, begin, end) in zip(sides, ("send", "recv"), (sent, received), strict=True):
+        trace.annotation(f"comm::{kind} group=0 seq=0 bytes=4096 dtype=float32 peer={1 - trace.rank}", call, call + 9)
+        trace.annotation(f"gloo:{kind}", begin, end)
+    return match_collectives(ops_of(*sides))
+
+
+def spans(ops: pl.DataFrame) -> list[tuple[float, float]]:
+    begin, end = ((ns - ZERO_NS) / 1000 for ns in (pl.col("start_ns"), pl.col("start_ns") + pl.col("dur_ns")))
+    return ops.filter(pl.col("kind") == "comm").sort("rank").select(begin, end=end).rows()
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "sent_us", "received_us", "told"),
+    [
+        # The peer ends while this side's process is off its core, before it opens the record.
+        pytest.param((10, 18, 20), (0, 1, 14), (14, 20), (1, 14), [(0, 4000)], id="send"),
+        pytest.param((0, 1, 14), (10, 18, 20), (1, 14), (14, 20), [(1, 4000)], id="receive"),
+        pytest.param((10, 12, 20), (0, 1, 14), (12, 20), (1, 14), [], id="nothing contradicts"),
+        pytest.param((16, 18, 20), (0, 1, 14), (18, 20), (1, 14), [], id="clocks do: it was not called yet"),
+    ],
+)
+def test_a_message_of_the_host_begins_at_its_peers_end_where_its_record_begins_later(
+    sent, received, sent_us, received_us, told
+):
+    ops = exchange(sent, received)
+    early = early_messages(ops)
+    assert spans(begun_early(ops, early)) == [sent_us, received_us]
+    assert about_messages(early).select("rank", "time_ns").rows() == told
+
+
+def test_messages_of_a_device_begin_when_they_are_recorded_to():
+    traces = Trace(0), Trace(1)
+    for trace, kind, (begin, end) in zip(traces, ("send", "recv"), ((18, 20), (5, 14)), strict=True):
+        args = {"Collective name": kind, "Process Group Name": "0", "Group size": 2}
+        trace.launch("ncclDevKernel_SendRecv", (0, 2), (begin, end), stream=20, args=args)
+    ops = match_collectives(ops_of(*traces))
+    assert ops.filter(pl.col("kind") == "comm")["match"].n_unique() == 1
+    assert early_messages(ops).is_empty()
+
+
+def test_clocks_stay_where_shifts_would_end_collectives_before_they_are_issued():
+    """A rank whose records end late, as where its process waits for a core, is no rank whose clock is late."""
+    sides = Trace(0), Trace(1)
+    for seq in range(9):
+        at, late = 1000 * seq, 300 if seq % 3 else 0
+        for trace in sides:
+            trace.annotation(f"comm::all_reduce group=0 seq={seq} bytes=64 dtype=float32", at + 5, at + 6)
+            trace.annotation("gloo:all_reduce", at + 7, at + 60 + (late if trace.rank else 0))
+    ops, report = align_ranks(match_collectives(ops_of(*sides)))
+    (told,) = report.rows(named=True)
+    assert told["what"] == "rank clocks kept"
+    assert "3 of 9 end before their last rank had issued them" in told["detail"]
+    assert ops["start_ns"].equals(ops_of(*sides)["start_ns"])
 
 
 def test_the_device_is_shifted_before_the_rank_and_both_are_reported():

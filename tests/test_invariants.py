@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import polars as pl
@@ -14,7 +15,7 @@ import lumos_nb as ln
 from lumos_nb.critical_path import sweep
 from lumos_nb.errors import LumosError
 from lumos_nb.findings import parts_by_rank
-from lumos_nb.graph import Graph, build_graph
+from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.traces.run import Run, load_run
 from tests.trace_builder import Trace, repeated, write_kineto
 
@@ -27,6 +28,28 @@ def run() -> Run:
 @pytest.fixture(scope="module")
 def graph(run: Run) -> Graph:
     return build_graph(run)
+
+
+def _ranks(name: str, ranks: list[int] | None) -> list[Path] | Path:
+    folder = ln.datasets.path(name)
+    return folder if ranks is None else [folder / f"rank-{rank}.json.gz" for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        *((name, None) for name in ("gpt-ddp", "gpt-ddp-delay", "gpt-grid", "gpt-pp", "gpt-single", "gpt-tp")),
+        ("gpt-pp", [1]),
+        ("gpt-grid", [12]),
+        ("gpt-grid", [1, 4, 7, 9, 10, 12, 13, 15, 16]),  # their collectives' ends gave clocks that are 5 ms wrong
+        ("gpt-grid", [rank for rank in range(20) if rank != 18]),
+    ],
+)
+def test_every_step_takes_as_long_as_measured_whichever_ranks_have_a_trace(name: str, ranks: list[int] | None) -> None:
+    """Of runs on one machine, to the nanosecond: where their clocks contradict the order of messages it is longer."""
+    recording = Recording.of(load_run(_ranks(name, ranks)))
+    measured = dict(recording.step_times().select("step", "step_ns").rows())
+    assert {step: ln.replay(build_graph(recording, step)).step_ns for step in measured} == measured
 
 
 def holds(graph: Graph) -> None:

@@ -258,3 +258,12 @@ def test_what_is_no_list_is_refused_and_numbers_beyond_all_sizes_are_left_out(tm
     path.write_text(json.dumps([LANE, OP_OF_LANE]))
     (tmp_path / "meta-x.yaml").write_text(f"one: {'9' * 5000}\ntensor_parallel: 2\n")
     assert read_timeline(path).metadata["layout"]["tensor_parallel"] == 2
+
+
+@pytest.mark.parametrize("rank", [0, 3, 7])
+def test_one_file_of_a_pipeline_is_a_graph_also_where_its_sends_take_no_time(traces, rank):
+    recording = Recording.of(load_run(traces / f"primus/pp8/pp_rank_{rank}.json", cache=False))
+    graph = build_graph(recording)
+    assert "waiting for ranks without a trace" in graph.ops["name"].to_list()
+    measured = recording.step_times().filter(step=graph.step)["step_ns"].item()
+    assert replay(graph).step_ns == measured
