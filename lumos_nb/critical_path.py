@@ -24,7 +24,7 @@ from lumos_nb._replay_kernels import (
 )
 from lumos_nb._replay_plan import LONGEST_NS, Plan, SweepPlan
 from lumos_nb.display import format_ns
-from lumos_nb.errors import ScenarioError, is_number, is_whole, require_memory, shown
+from lumos_nb.errors import ScenarioError, is_number, is_whole, require_flags, require_memory, shown
 from lumos_nb.executors import spread
 from lumos_nb.graph import Graph
 from lumos_nb.traces.export import OnAClock
@@ -282,6 +282,7 @@ def sweep(
     >>> launches = {"scenario": "launches", "lag:launch": 0, "launch": 0.5}
     >>> sweep(graph, [{"scenario": "operators", "cpu": 0.5}, launches])
     """
+    require_flags(rank_ends=rank_ends)
     if not is_whole(block, 1):
         raise ScenarioError(f"block={shown(block)}: a block is a whole number of scenarios, at least one.")
     plan = Plan.of(graph)

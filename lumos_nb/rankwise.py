@@ -19,7 +19,7 @@ import polars as pl
 from lumos_nb import lanes
 from lumos_nb._job_files import EDGES_TO_RANK, Files, replaced, write_rank
 from lumos_nb.cut_ranks import Clocked, bases_of, counted_from, on_one_clock, own_rows, read_again, read_ranks
-from lumos_nb.errors import RunError, named
+from lumos_nb.errors import RunError, named, require_flags
 from lumos_nb.executors import spread
 from lumos_nb.graph import AllSteps, Shared, finished, rows_and_edges
 from lumos_nb.jobs import Job, finish_job
@@ -74,6 +74,7 @@ def load_job(
     >>> job = load_job("runs/gpt", "build/job", step=3)
     >>> job.replay().step_ns
     """
+    require_flags(cache=cache)
     folder = named(folder, RunError)
     with replaced(folder) as made, scratch(folder, RunError) as cut:
         ranks, read = read_ranks(path, cut, executor, cache=cache)

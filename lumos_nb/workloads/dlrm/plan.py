@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns, format_share
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import ABOVE_0, InputError, LayoutError, is_number, require_kinds, require_whole, shown
+from lumos_nb.errors import ABOVE_0, InputError, LayoutError, is_number, is_word, require_kinds, require_whole, shown
 from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.schema import TableSchema
 from lumos_nb.traces.export import Tables
@@ -71,7 +71,7 @@ def shard_bytes(
     >>> shard_bytes(np.array([1000]), np.array([64]), np.array([4.0]), "row_wise_adagrad").tolist()
     [260000.0]
     """
-    if optimizer not in tuple(STATE_BYTES):  # what is unhashable is none either
+    if not is_word(optimizer, STATE_BYTES):
         raise LayoutError(f"no optimizer is called {shown(optimizer)}; there are: {', '.join(STATE_BYTES)}.")
     of_weight, of_row = STATE_BYTES[optimizer]
     held: NDArray[np.float64] = rows * (dim * (element_bytes + of_weight) + of_row)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import InputError, LayoutError, require_kinds, require_whole, shown
+from lumos_nb.errors import InputError, LayoutError, is_word, items_of, require_kinds, require_whole, shown
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.grid_search import GridSearch, Loads
 from lumos_nb.workloads.dlrm.heuristics import HEURISTICS, placement
@@ -120,6 +120,7 @@ def shard(
     """
     require_kinds(cluster=(cluster, Cluster), costs=(costs, ShardingCosts))
     _require_numbers(beam, candidates, rounds, caps, seed)
+    splits = items_of("splits", splits, f"a list, of {', '.join(SPLITS)}")
     frame, memory = complete_tables(tables), memory_of(cluster, costs, memory_bytes)
     _require(frame, splits, optimizer, memory, objective)
     made: dict[str, Plan] = {}
@@ -152,9 +153,8 @@ def _require(frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory:
     """Raise LayoutError for a split that is none, and for tables that are none or that all devices have no room for."""
     if not (objective is None or callable(objective)):
         raise InputError(f"objective is {shown(objective)}; give a function of a plan.")
-    require_kinds(splits=(splits, Collection))
-    if unknown := [split for split in splits if split not in SPLITS]:
-        raise LayoutError(f"splits has {', '.join(map(str, unknown))}; give some of {', '.join(SPLITS)}.")
+    if unknown := [split for split in splits if not is_word(split, SPLITS)]:
+        raise LayoutError(f"splits has {', '.join(map(shown, unknown))}; give some of {', '.join(SPLITS)}.")
     if not frame.height:
         raise LayoutError("there is no table: give a row a table.")
     held = shard_bytes(frame["rows"].to_numpy(), frame["dim"].to_numpy(), element_bytes(frame), optimizer)
