@@ -358,7 +358,7 @@ def _columns(scenarios: Any) -> tuple[dict[str, Any], int]:
     """Columns of scenarios by name (`_Column`), and how many scenarios there are."""
     if isinstance(scenarios, pl.DataFrame):
         return {column.name: column for column in scenarios}, len(scenarios)
-    if hasattr(scenarios, "to_dict") and hasattr(scenarios, "isna"):
+    if hasattr(scenarios, "to_dict") and hasattr(scenarios, "isna") and hasattr(scenarios, "columns"):
         lacks = scenarios.isna().to_dict("list")
         named = {
             _as_text(c): [None if lack else v for v, lack in zip(values, lacks[c], strict=True)]
@@ -378,7 +378,10 @@ def _columns(scenarios: Any) -> tuple[dict[str, Any], int]:
 
 
 def _as_text(name: object) -> str:
-    return shown(name) if type(name) is int else str(name)
+    try:
+        return str(name).encode(errors="backslashreplace").decode()  # a table takes no halves of characters
+    except ValueError:  # of a number more digits than Python would write
+        return shown(name)
 
 
 def _labels(given: _Column) -> pl.Series:
@@ -390,7 +393,7 @@ def _labels(given: _Column) -> pl.Series:
         return pl.Series("scenario", given, dtype=pl.Int64)
     if all(is_number(label) for label in there):
         return pl.Series("scenario", [None if label is None else float(label) for label in given], dtype=pl.Float64)
-    texts = [label if label is None or isinstance(label, str) else _as_text(label) for label in given]
+    texts = [None if label is None else _as_text(label) for label in given]
     return pl.Series("scenario", texts, dtype=pl.String)
 
 

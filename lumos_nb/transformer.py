@@ -33,7 +33,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         require_kinds(text=(text, str | bytes | bytearray | memoryview))
         try:
-            return msgspec.json.decode(text, type=cls)
+            return msgspec.json.decode(text[:], type=cls)  # of a kind of text that is its own, as text
         except UNDECODABLE as error:
             raise LayoutError(f"not a {cls.__name__}: {error}") from error
 

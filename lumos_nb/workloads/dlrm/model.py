@@ -65,6 +65,7 @@ class Dlrm(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         width, dims = self.bottom[-1], items_of("dims", dims, "the dim of each table")
         require_whole(1, MOST, **{f"dims[{at}]": dim for at, dim in enumerate(dims)})
+        dims = [int(dim) for dim in dims]
         if not dims:
             raise LayoutError("Dlrm: there is no embedding table; give one or more.")
         if self.interaction != "dot":
@@ -135,6 +136,7 @@ class DlrmTraining(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
             The batch does not divide evenly.
         """
         require_whole(1, MOST, devices=devices)
+        devices = int(devices)
         if self.global_batch % devices:
             raise self.refusal("global_batch", f"{devices} devices take equal parts: give a multiple of that")
         return self.global_batch // devices

@@ -226,7 +226,21 @@ class Plan(Tables):
         return float(even.item())
 
     def with_figures(self, **columns: NDArray[np.float64]) -> Self:
-        """The plan with these times of each device, of `FIGURES`, in place of those it had."""
+        """The plan with these times of each device, of `FIGURES`, in place of those it had.
+
+        Raises
+        ------
+        LayoutError
+            They are no numbers, one a device.
+        """
+        count = self.devices.height
+        for name, given in columns.items():
+            asked: object = given  # of any kind
+            if isinstance(asked, np.ndarray) and asked.dtype == np.float64 and asked.shape == (count,):
+                continue  # as prices are
+            times_us = plain(asked)
+            if not isinstance(times_us, tuple) or len(times_us) != count or not all(map(is_number, times_us)):
+                raise LayoutError(f"{name} is {shown(given)}: give the time of each of the {count} devices.")
         devices = self.devices.drop("total_us", strict=False).with_columns(
             **{k: pl.Series(v) for k, v in columns.items()}
         )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import InputError, LayoutError, is_word, items_of, require_kinds, require_whole, shown
+from lumos_nb.errors import InputError, LayoutError, is_number, is_word, items_of, require_kinds, require_whole, shown
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.grid_search import GridSearch, Loads
 from lumos_nb.workloads.dlrm.heuristics import HEURISTICS, placement
@@ -144,9 +144,10 @@ def _require_numbers(beam: int, candidates: int, rounds: int, caps: int, seed: i
 def _asked(objective: Callable[[Plan], float], plan: Plan) -> float:
     """What an objective says of a plan: a number, or InputError."""
     said: object = objective(plan)
-    if not isinstance(said, int | float | np.number) or math.isnan(said):
+    endless = isinstance(said, float | np.floating) and math.isinf(said)
+    if not (endless or is_number(said)):
         raise InputError(f"the objective gave {shown(said)} for a plan; it must give a number, the less the better.")
-    return float(said)
+    return float(said)  # type: ignore[arg-type]
 
 
 def _require(frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory: Floats, objective: object) -> None:
