@@ -97,7 +97,13 @@ def scratch(folder: Path, error: type[LumosError] = LumosError) -> Iterator[Path
 @contextmanager
 def lock(folder: Path, *, wait: bool = False, shared: bool = False) -> Iterator[None]:
     """A lock on a folder; with `wait` once nobody else has one, or nobody but for sharing it where it is `shared`."""
-    file = os.open(folder, os.O_RDONLY)
+    try:
+        file = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        if not shared:
+            raise
+        yield  # to a reader who may read the files in it, but not list them
+        return
     try:
         with suppress(OSError):  # of a file system without locks, where nobody can take one either
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))

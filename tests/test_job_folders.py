@@ -1,5 +1,7 @@
 """Folders of jobs, while several programs write and read them, under any name, with files of others in them."""
 
+import errno
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -110,3 +112,19 @@ def test_folders_of_others_under_names_of_a_jobs_files_stay(name, steps, tmp_pat
     ln.save_job(steps[0], tmp_path)
     assert ln.open_job(tmp_path).ranks.height == 1
     assert (tmp_path / name / "mine.txt").read_text() == "mine"
+
+
+def test_a_job_in_a_folder_that_may_not_be_listed_is_read(steps, tmp_path, monkeypatch):
+    expected, opens = ln.save_job(steps[0], tmp_path).replay().step_ns, os.open
+
+    def refused(path, *given):
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opens(path, *given)
+
+    monkeypatch.setattr(os, "open", refused)
+    assert ln.open_job(tmp_path).replay().step_ns == expected
+    with pytest.raises(RunError, match="cannot be written: Permission denied"):
+        ln.save_job(steps[1], tmp_path)
+    monkeypatch.undo()
+    assert ln.open_job(tmp_path).replay().step_ns == expected
