@@ -27,7 +27,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any
 
 import msgspec
@@ -127,8 +127,15 @@ def require_kinds(**given: tuple[object, type | UnionType]) -> None:
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
             several = kind.__args__ if isinstance(kind, UnionType) else (kind,)
-            kinds = " or ".join(one.__name__ for one in several)
+            kinds = " or ".join("None" if one is NoneType else one.__name__ for one in several)
             raise InputError(f"{name} is {shown(value)}; give a {kinds}.")
+
+
+def require_text(**given: object) -> None:
+    """Raise InputError for the first argument that is no text, or text that no file holds: halves of characters."""
+    for name, value in given.items():
+        if not isinstance(value, str) or (not value.isascii() and value != value.encode(errors="ignore").decode()):
+            raise InputError(f"{name} is {shown(value)}; give a str, of whole characters.")
 
 
 def is_word(value: object, words: Iterable[str]) -> bool:

@@ -84,6 +84,14 @@ DLRM = ln.Dlrm(dense=13, bottom=(64, 32), top=(64, 1), interaction="cat")
 MODEL = ln.Transformer(layers=2, hidden=512, heads=8, ffn=1024, vocab=1000)
 
 
+BATCH = ln.DlrmTraining(global_batch=1024)
+
+
+def searched(**given: Any) -> object:
+    one = {"tp": 2, "cp": 1, "pp": 1, "zero": 0, "recompute": "none", "micro_batch": 1, "sequence_parallel": False}
+    return ln.search(MODEL, CLUSTER, ln.Training(micro_batch=1, global_batch=2, seq=8), keep=0, **(one | given))
+
+
 def sharded(**given: Any) -> object:
     return ln.shard(TABLES, CLUSTER, COSTS, **(LITTLE | given))
 
@@ -99,6 +107,19 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "shard(seed=)": lambda odd: sharded(seed=odd),
     "shard(objective=)": lambda odd: sharded(objective=lambda _: odd),
     "shard(memory_bytes=)": lambda odd: sharded(memory_bytes=odd),
+    "ShardingCosts.of(calibration=)": lambda odd: ln.ShardingCosts.of(LOOKUP, CLUSTER, 64, calibration=odd),
+    "ShardingCosts.of(speed=)": lambda odd: ln.ShardingCosts.of(LOOKUP, CLUSTER, 64, speed=odd),
+    "ShardingCosts.parts(batch_share=)": lambda odd: COSTS.parts(PLAN.tables, odd),
+    "Plan.of(memory_bytes=)": lambda odd: ln.Plan.of(PLAN.tables, PLAN.frame, odd),
+    "Plan.of(why=)": lambda odd: ln.Plan.of(PLAN.tables, PLAN.frame, [1e9, 1e9], why=odd),
+    "Plan.to_torchrec": lambda odd: PLAN.to_torchrec(odd, odd),
+    "estimate_dlrm(surcharges=)": lambda odd: ln.estimate_dlrm(DLRM, PLAN, BATCH, CLUSTER, surcharges=odd),
+    "estimate_dlrm(lookups=)": lambda odd: ln.estimate_dlrm(DLRM, PLAN, BATCH, CLUSTER, lookups=odd),
+    "search(surcharges=)": lambda odd: searched(surcharges=odd),
+    "search(spare=)": lambda odd: searched(spare=odd),
+    "rewrite(graph)": lambda odd: ln.rewrite(odd, hidden=256),
+    "rewrite(run=)": lambda odd: ln.rewrite(GRAPH, run=odd, hidden=256),
+    "rewrite(calibration=)": lambda odd: ln.rewrite(GRAPH, calibration=odd, hidden=256),
     "Plan.with_figures": lambda odd: PLAN.with_figures(forward_us=odd),
     "sweep(by=)": lambda odd: ln.sweep(GRAPH, [{}], by=odd),
     "sweep(rank_ends=)": lambda odd: ln.sweep(GRAPH, [{}], rank_ends=odd),

@@ -9,7 +9,7 @@ for the device's own samples, its gradients are added up). The names are TorchRe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -20,7 +20,18 @@ from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns, format_share
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import ABOVE_0, InputError, LayoutError, is_number, is_word, require_kinds, require_whole, shown
+from lumos_nb.errors import (
+    ABOVE_0,
+    InputError,
+    LayoutError,
+    is_number,
+    is_word,
+    items_of,
+    require_kinds,
+    require_text,
+    require_whole,
+    shown,
+)
 from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.schema import TableSchema
 from lumos_nb.traces.export import Tables
@@ -174,8 +185,9 @@ class Plan(Tables):
         >>> plan.devices["bytes"].to_list()
         [3200, 1600]
         """
-        require_kinds(shards=(shards, pl.DataFrame), memory_bytes=(memory_bytes, Collection))
-        caps = positive_bytes(memory_bytes, (len(memory_bytes),))
+        require_kinds(shards=(shards, pl.DataFrame), why=(why, Mapping | None))
+        memory = items_of("memory_bytes", memory_bytes, "the bytes of each device")
+        caps = positive_bytes(memory, (len(memory),))
         tables = complete_tables(tables)
         frame = _whole_shards(tables, shards)
         _check_cover(tables, frame, len(caps))
@@ -269,7 +281,7 @@ class Plan(Tables):
         InputError
             A name is no text, or the number of GPUs none.
         """
-        require_kinds(module=(module, str), device_type=(device_type, str))
+        require_text(module=module, device_type=device_type)
         require_whole(1, gpus_per_node=gpus_per_node)
         parameters = {}
         for (table,), shards in self.frame.sort("first_column", "first_row", "device").group_by(
