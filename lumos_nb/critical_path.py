@@ -282,9 +282,7 @@ def sweep(
     >>> launches = {"scenario": "launches", "lag:launch": 0, "launch": 0.5}
     >>> sweep(graph, [{"scenario": "operators", "cpu": 0.5}, launches])
     """
-    require_flags(rank_ends=rank_ends)
-    if not is_whole(block, 1):
-        raise ScenarioError(f"block={shown(block)}: a block is a whole number of scenarios, at least one.")
+    _require(block, rank_ends)
     plan = Plan.of(graph)
     swept = SweepPlan.of(graph, plan, by)
     labels, scale = _scales(scenarios, swept.classes)
@@ -292,11 +290,14 @@ def sweep(
     blocks = np.split(scale, range(int(block), scale.shape[1], int(block)), axis=1)
     found = _Block.joined(list(spread(executor, partial(sweep_block, swept), blocks)))
     base_ns = pl.lit(_base_step_ns(plan) or None, pl.Float64)
-    rank_end_ns = found.rank_end_ns if rank_ends else ()
     return pl.DataFrame({"scenario": labels, "step_ns": found.step_ns, "makespan_ns": found.makespan_ns}).with_columns(
         ((pl.col("step_ns") - base_ns) / base_ns).alias("change"),
         *(pl.Series(f"d_{c}", slope) for c, slope in zip(swept.classes, found.slope_ns, strict=True)),
-        *(pl.Series(f"rank{r}_end_ns", end) for r, end in zip(swept.ranks, rank_end_ns, strict=rank_ends)),
+        *(
+            pl.Series(f"rank{r}_end_ns", end)
+            for r, end in zip(swept.ranks, found.rank_end_ns, strict=True)
+            if rank_ends
+        ),
     )
 
 
@@ -352,6 +353,12 @@ def _scales(
             )
         scale[classes.index(name)] = _checked_scales(name, column, labels)
     return labels, scale
+
+
+def _require(block: object, rank_ends: object) -> None:
+    require_flags(rank_ends=rank_ends)
+    if not is_whole(block, 1):
+        raise ScenarioError(f"block={shown(block)}: a block is a whole number of scenarios, at least one.")
 
 
 def _columns(scenarios: Any) -> tuple[dict[str, Any], int]:

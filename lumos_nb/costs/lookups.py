@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.embedding_tables import Floats, complete_tables
-from lumos_nb.errors import InputError, LayoutError, shown
+from lumos_nb.errors import InputError, LayoutError, is_whole, shown
 
 
 class LookupModel(Protocol):
@@ -74,6 +74,8 @@ def _summed(parts: Floats, sets: Sequence[Sequence[int]]) -> Floats:
 
 def _checked_batch(batch: int) -> int:
     """The samples of a call, if there are any."""
-    if not batch >= 1:
-        raise LayoutError(f"a call of {batch} samples looks up nothing; give the samples a device has, 1 or more.")
+    if not is_whole(batch, 1):
+        raise LayoutError(
+            f"a call of {shown(batch)} samples looks up nothing; give the samples a device has, 1 or more."
+        )
     return batch

@@ -120,14 +120,13 @@ def shard(
     """
     require_kinds(cluster=(cluster, Cluster), costs=(costs, ShardingCosts))
     _require_numbers(beam, candidates, rounds, caps, seed)
-    splits = items_of("splits", splits, f"a list, of {', '.join(SPLITS)}")
     frame, memory = complete_tables(tables), memory_of(cluster, costs, memory_bytes)
-    _require(frame, splits, optimizer, memory, objective)
+    allowed = _require(frame, splits, optimizer, memory, objective)
     made: dict[str, Plan] = {}
     for some in (costs, *([replace(costs, exchange=HiddenExchange(costs.exchange))] if objective else [])):
         pieces = Pieces.of(frame, some, optimizer)
         grid = GridSearch(pieces, some, memory, np.array([*np.linspace(1.0, 1.5, caps), np.inf]))
-        search = _Search(frame, grid, frozenset(splits), candidates)
+        search = _Search(frame, grid, allowed, candidates)
         states = [*search.beam_search(beam, rounds), *search.by_rules(seed)]
         for plan in search.plans(states, optimizer, every=objective is not None):
             made[plan.frame.write_csv()] = costs.price(plan)
@@ -150,11 +149,14 @@ def _asked(objective: Callable[[Plan], float], plan: Plan) -> float:
     return float(said)  # type: ignore[arg-type]
 
 
-def _require(frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory: Floats, objective: object) -> None:
-    """Raise LayoutError for a split that is none, and for tables that are none or that all devices have no room for."""
+def _require(
+    frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory: Floats, objective: object
+) -> frozenset[str]:
+    """The splits; LayoutError for one that is none, and for tables that are none or that all devices have no room for."""
     if not (objective is None or callable(objective)):
         raise InputError(f"objective is {shown(objective)}; give a function of a plan.")
-    if unknown := [split for split in splits if not is_word(split, SPLITS)]:
+    asked = items_of("splits", splits, f"a list, of {', '.join(SPLITS)}")
+    if unknown := [split for split in asked if not is_word(split, SPLITS)]:
         raise LayoutError(f"splits has {', '.join(map(shown, unknown))}; give some of {', '.join(SPLITS)}.")
     if not frame.height:
         raise LayoutError("there is no table: give a row a table.")
@@ -165,6 +167,7 @@ def _require(frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory:
             f"table {frame['table'][int(held.argmax())]!r} ({format_bytes(held.max())}, with {optimizer}) "
             "finds no room."
         )
+    return frozenset(asked)
 
 
 def memory_of(cluster: Cluster, costs: ShardingCosts, memory_bytes: float | Sequence[float] | None) -> Floats:
