@@ -290,14 +290,11 @@ def sweep(
     blocks = np.split(scale, range(int(block), scale.shape[1], int(block)), axis=1)
     found = _Block.joined(list(spread(executor, partial(sweep_block, swept), blocks)))
     base_ns = pl.lit(_base_step_ns(plan) or None, pl.Float64)
+    rank_end_ns = found.rank_end_ns if rank_ends else ()
     return pl.DataFrame({"scenario": labels, "step_ns": found.step_ns, "makespan_ns": found.makespan_ns}).with_columns(
         ((pl.col("step_ns") - base_ns) / base_ns).alias("change"),
         *(pl.Series(f"d_{c}", slope) for c, slope in zip(swept.classes, found.slope_ns, strict=True)),
-        *(
-            pl.Series(f"rank{r}_end_ns", end)
-            for r, end in zip(swept.ranks, found.rank_end_ns, strict=True)
-            if rank_ends
-        ),
+        *(pl.Series(f"rank{r}_end_ns", end) for r, end in zip(swept.ranks, rank_end_ns, strict=bool(rank_ends))),
     )
 
 

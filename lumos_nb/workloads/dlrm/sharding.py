@@ -152,7 +152,7 @@ def _asked(objective: Callable[[Plan], float], plan: Plan) -> float:
 def _require(
     frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory: Floats, objective: object
 ) -> frozenset[str]:
-    """The splits; LayoutError for one that is none, and for tables that are none or that all devices have no room for."""
+    """The splits; LayoutError for one that is none, and for tables that are none or find no room."""
     if not (objective is None or callable(objective)):
         raise InputError(f"objective is {shown(objective)}; give a function of a plan.")
     asked = items_of("splits", splits, f"a list, of {', '.join(SPLITS)}")
