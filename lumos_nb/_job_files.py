@@ -10,19 +10,18 @@ from __future__ import annotations
 import json
 import operator
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
 import polars as pl
 from isal import isal_zlib
-from numpy.typing import NDArray
 
+from lumos_nb._array_files import load, save
 from lumos_nb._replay_kernels import Int32s, Int64s, find
 from lumos_nb._replay_plan import ON_DEVICE, Plan, check_groups, check_times, check_total, step_groups
 from lumos_nb.errors import (
@@ -40,8 +39,8 @@ from lumos_nb.errors import (
     shown,
 )
 from lumos_nb.schema import EDGES, OPS, TableSchema, panics_told
-from lumos_nb.traces.export import read_table
-from lumos_nb.whole_files import lock, scratch, sync, told, whole
+from lumos_nb.traces.export import read_table, table_in
+from lumos_nb.whole_files import lock, scratch, sync, told, whole, write_parquet
 
 RANKS = TableSchema(
     "rank",
@@ -105,9 +104,10 @@ class Files:
         if columns is not None:
             schema = TableSchema(schema.name, {c: schema.columns[c] for c in columns})
         try:
-            if _checksum(path) != about[f"{what}_crc"]:
-                raise RunError(f"{path} has changed since the job was written: write that rank, or the job, anew.")
-            return schema.check(read_table(path, columns))
+            with path.open("rb") as file:  # once: a writer may put another there
+                if _checksum_in(file) != about[f"{what}_crc"]:
+                    raise RunError(f"{path} has changed since the job was written: write that rank, or the job, anew.")
+                return schema.check(table_in(file, path, columns))
         except (OSError, pl.exceptions.PolarsError, SchemaError, TraceError) as error:
             raise RunError(f"{path} cannot be read ({error}): write the job anew.") from error
 
@@ -117,9 +117,10 @@ class Files:
         try:
             with panics_told(), ranks.open("rb") as file:
                 said = pl.read_parquet_metadata(file)
-            if (said.get(_CRC), said.get(_REPORT_CRC)) != (_checksum_of(self.ranks), str(_checksum(path))):
-                raise RunError(f"{path} has changed since the job was written: write the job anew.")
-            return read_table(path)
+            with path.open("rb") as file:
+                if (said.get(_CRC), said.get(_REPORT_CRC)) != (_checksum_of(self.ranks), str(_checksum_in(file))):
+                    raise RunError(f"{path} has changed since the job was written: write the job anew.")
+                return table_in(file, path)
         except (OSError, pl.exceptions.PolarsError, TraceError) as error:
             raise RunError(f"{path} cannot be read ({error}): write the job anew.") from error
 
@@ -141,13 +142,18 @@ class Files:
     def plan(self) -> Plan:
         """The plan of the job: made once, then read from the folder as it is needed."""
         kept = self.folder / "plan"
-        if not _is_sealed(kept, self.ranks):
-            plan = self._planned()
+        with told(self.folder, RunError), lock(self.folder, wait=True, shared=True):
+            if _is_sealed(kept, self.ranks):
+                return _kept_plan(kept)
+        plan = self._planned()
+        with told(self.folder, RunError), lock(self.folder, wait=True):  # or files of two jobs' plans would be sealed
+            if _read(self.folder).ranks.rows() != self.ranks.rows():
+                raise RunError(f"the job in {self.folder} has been replaced since it was opened: open it anew.")
             save(kept, **{name: getattr(plan, name) for name in _ARRAYS})
             with whole(kept / "groups.parquet", RunError) as part:
-                plan.groups.write_parquet(part)
+                write_parquet(plan.groups, part)
             _seal(kept, self.ranks)
-        return Plan(groups=read_table(kept / "groups.parquet"), **{name: load(kept, name) for name in _ARRAYS})
+            return _kept_plan(kept)
 
     def _planned(self) -> Plan:
         """Numbers of the ranks' tables, read one after another, put together."""
@@ -251,10 +257,16 @@ def _path(folder: Path, what: str, rank: int) -> Path:
 
 
 def _checksum(path: Path) -> int:
-    checksum = 0
     with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            checksum = isal_zlib.crc32(piece, checksum)
+        return _checksum_in(file)
+
+
+def _checksum_in(file: IO[bytes]) -> int:
+    """Of all of an open file, of which the next reader is at the beginning again."""
+    checksum = 0
+    while piece := file.read(1 << 20):
+        checksum = isal_zlib.crc32(piece, checksum)
+    file.seek(0)
     return checksum
 
 
@@ -278,6 +290,10 @@ def _is_sealed(kept: Path, ranks: pl.DataFrame) -> bool:
         return bool(said == _seals(kept, ranks))
     except (OSError, ValueError, RecursionError):
         return False
+
+
+def _kept_plan(kept: Path) -> Plan:
+    return Plan(groups=read_table(kept / "groups.parquet"), **{name: load(kept, name) for name in _ARRAYS})
 
 
 def write_rank(folder: str | Path, rank: int, ops: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
@@ -318,7 +334,7 @@ def write_rank(folder: str | Path, rank: int, ops: pl.DataFrame, edges: pl.DataF
         path = _path(folder, what, rank)
         with whole(path, RunError) as part:
             (folder / "ranks.parquet").unlink(missing_ok=True)  # no job until all is written again
-            table.write_parquet(part, compression="lz4")
+            write_parquet(table, part, compression="lz4")
         checksums[f"{what}_crc"] = pl.lit(_checksum(path), pl.UInt32)
     row = ops.select(
         rank=pl.lit(rank, pl.Int32),
@@ -345,10 +361,10 @@ def finish(folder: Path, ranks: Iterable[pl.DataFrame], report: pl.DataFrame) ->
     check_total(float(table["total_ns"].sum()))
     _remove_others(folder, table)
     with whole(folder / "report.parquet", RunError) as part:
-        report.write_parquet(part)
+        write_parquet(report, part)
     with whole(folder / "ranks.parquet", RunError) as part:
         about = {_CRC: _checksum_of(table), _REPORT_CRC: str(_checksum(folder / "report.parquet"))}
-        table.write_parquet(part, metadata=about)
+        write_parquet(table, part, metadata=about)
     return Files(folder, table)
 
 
@@ -370,7 +386,7 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 def _replace(folder: Path, made: Path) -> None:
-    ranks = found(made).ranks
+    ranks = _read(made).ranks
     (folder / "ranks.parquet").unlink(missing_ok=True)  # no job until all is there
     for path in sorted(made.iterdir(), key=lambda path: path.name == "ranks.parquet"):
         path.replace(folder / path.name)
@@ -383,17 +399,30 @@ def _remove_others(folder: Path, ranks: pl.DataFrame) -> None:
     own = {_path(folder, what, rank) for rank in ranks["rank"] for what in ("ops", "edges")}
     for path in files_in(folder, RunError):
         if _OF_RANK.fullmatch(path.name) and path not in own:
-            path.unlink()
+            _remove_file(path)
     for kept in (folder / "plan", folder / "replayed"):
         for name in (*_SEALED, SEALS, *(f"{name}.npy" for name in TIMES)):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                (kept / name).unlink()
+            _remove_file(kept / name)
         with suppress(OSError):  # it is not there, or holds what is somebody else's
             kept.rmdir()
 
 
+def _remove_file(path: Path) -> None:
+    with told(path, RunError), suppress(FileNotFoundError, NotADirectoryError):
+        if not path.is_dir():  # which no job has under such a name
+            path.unlink()
+
+
 def found(folder: Path) -> Files:
-    """The job in a folder."""
+    """The job in a folder; of one that is being replaced, the new one."""
+    try:
+        with lock(folder, wait=True, shared=True):
+            return _read(folder)
+    except OSError as error:
+        raise RunError(f"{folder} has no job ({error}): save_job(graph, folder) writes one.") from error
+
+
+def _read(folder: Path) -> Files:
     path = folder / "ranks.parquet"
     try:
         ranks = RANKS.check(read_table(path))
@@ -408,23 +437,3 @@ def found(folder: Path) -> Files:
             if not (file_of_rank := _path(folder, what, rank)).exists():
                 raise RunError(f"{file_of_rank} is missing, but the job has that rank: write the job anew.")
     return Files(folder, ranks)
-
-
-def save(folder: Path, **arrays: NDArray[Any]) -> None:
-    """Write arrays, a file each."""
-    folder_for(folder, RunError)
-    for name, array in arrays.items():
-        with whole(folder / f"{name}.npy", RunError) as part, part.open("wb") as file:
-            np.save(file, array)
-
-
-def load(folder: Path, name: str) -> NDArray[Any]:
-    """An array in a file, of which only what is looked at is read; what is written to it stays in memory."""
-    path = folder / f"{name}.npy"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # numpy warns of headers that it has to mend
-            array: NDArray[Any] = np.atleast_1d(np.lib.format.open_memmap(path, mode="c"))
-    except Exception as error:  # of a damaged file whatever numpy's headers and tokens may raise
-        raise RunError(f"{path} cannot be read ({error}): replay the job again.") from error
-    return array

@@ -29,7 +29,7 @@ from lumos_nb._replay_kernels import (
     starts,
     topological,
 )
-from lumos_nb.errors import GraphError, ScenarioError
+from lumos_nb.errors import GraphError, ScenarioError, require_kinds
 from lumos_nb.graph import Graph
 from lumos_nb.schema import EDGES, OPS, TableSchema, require
 
@@ -342,9 +342,10 @@ class SweepPlan:
 
 def _op_classes(ops: pl.DataFrame, by: str | pl.Expr) -> pl.Series:
     """The class of every op as text; null: never scaled."""
+    require_kinds(by=(by, str | pl.Expr))
     try:
         classes = ops.select(by).to_series()
-    except pl.exceptions.PolarsError as error:
+    except (pl.exceptions.PolarsError, UnicodeEncodeError) as error:
         raise ScenarioError(
             f"by={str(by)!r} gives no class of the ops ({error}); the op table has {', '.join(ops.columns)}."
         ) from error

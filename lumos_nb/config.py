@@ -108,10 +108,11 @@ class Gpu(Sheet, frozen=True, kw_only=True, forbid_unknown_fields=True):
         SheetError
             The GPU has no such rate: it does not compute in this format.
         """
+        require_kinds(dtype=(dtype, str))
         rate = self.peak_flops.get(dtype.split("/")[0])
         if rate is None:
             raise SheetError(
-                f"{self.name} has no rate for {dtype}; its sheet has {', '.join(self.peak_flops)}. "
+                f"{self.name} has no rate for {shown(dtype)}; its sheet has {', '.join(self.peak_flops)}. "
                 "Add it to the sheet, or price the op in one of these formats."
             )
         return rate

@@ -24,7 +24,7 @@ from lumos_nb._replay_kernels import (
 )
 from lumos_nb._replay_plan import LONGEST_NS, Plan, SweepPlan
 from lumos_nb.display import format_ns
-from lumos_nb.errors import ScenarioError, is_number, is_whole, require_memory, shown
+from lumos_nb.errors import ScenarioError, is_number, is_whole, require_flags, require_memory, shown
 from lumos_nb.executors import spread
 from lumos_nb.graph import Graph
 from lumos_nb.traces.export import OnAClock
@@ -282,8 +282,7 @@ def sweep(
     >>> launches = {"scenario": "launches", "lag:launch": 0, "launch": 0.5}
     >>> sweep(graph, [{"scenario": "operators", "cpu": 0.5}, launches])
     """
-    if not is_whole(block, 1):
-        raise ScenarioError(f"block={shown(block)}: a block is a whole number of scenarios, at least one.")
+    _require(block, rank_ends)
     plan = Plan.of(graph)
     swept = SweepPlan.of(graph, plan, by)
     labels, scale = _scales(scenarios, swept.classes)
@@ -295,7 +294,7 @@ def sweep(
     return pl.DataFrame({"scenario": labels, "step_ns": found.step_ns, "makespan_ns": found.makespan_ns}).with_columns(
         ((pl.col("step_ns") - base_ns) / base_ns).alias("change"),
         *(pl.Series(f"d_{c}", slope) for c, slope in zip(swept.classes, found.slope_ns, strict=True)),
-        *(pl.Series(f"rank{r}_end_ns", end) for r, end in zip(swept.ranks, rank_end_ns, strict=rank_ends)),
+        *(pl.Series(f"rank{r}_end_ns", end) for r, end in zip(swept.ranks, rank_end_ns, strict=bool(rank_ends))),
     )
 
 
@@ -353,11 +352,17 @@ def _scales(
     return labels, scale
 
 
+def _require(block: object, rank_ends: object) -> None:
+    require_flags(rank_ends=rank_ends)
+    if not is_whole(block, 1):
+        raise ScenarioError(f"block={shown(block)}: a block is a whole number of scenarios, at least one.")
+
+
 def _columns(scenarios: Any) -> tuple[dict[str, Any], int]:
     """Columns of scenarios by name (`_Column`), and how many scenarios there are."""
     if isinstance(scenarios, pl.DataFrame):
         return {column.name: column for column in scenarios}, len(scenarios)
-    if hasattr(scenarios, "to_dict") and hasattr(scenarios, "isna"):
+    if hasattr(scenarios, "to_dict") and hasattr(scenarios, "isna") and hasattr(scenarios, "columns"):
         lacks = scenarios.isna().to_dict("list")
         named = {
             _as_text(c): [None if lack else v for v, lack in zip(values, lacks[c], strict=True)]
@@ -377,7 +382,10 @@ def _columns(scenarios: Any) -> tuple[dict[str, Any], int]:
 
 
 def _as_text(name: object) -> str:
-    return shown(name) if type(name) is int else str(name)
+    try:
+        return str(name).encode(errors="backslashreplace").decode()  # a table takes no halves of characters
+    except ValueError:  # of a number more digits than Python would write
+        return shown(name)
 
 
 def _labels(given: _Column) -> pl.Series:
@@ -389,7 +397,7 @@ def _labels(given: _Column) -> pl.Series:
         return pl.Series("scenario", given, dtype=pl.Int64)
     if all(is_number(label) for label in there):
         return pl.Series("scenario", [None if label is None else float(label) for label in given], dtype=pl.Float64)
-    texts = [label if label is None or isinstance(label, str) else _as_text(label) for label in given]
+    texts = [None if label is None else _as_text(label) for label in given]
     return pl.Series("scenario", texts, dtype=pl.String)
 
 

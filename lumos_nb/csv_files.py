@@ -16,10 +16,11 @@ _PACKED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda", b"\x
 def read_csv(path: Path, error: type[LumosError]) -> pl.DataFrame:
     """The table of a CSV file with a header; raises `error` of what is none, or is compressed."""
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file:  # of ~, brackets or file: in a path polars would make others
             packed = file.read(4).startswith(_PACKED)
-        if not packed:
-            return pl.read_csv(path)
+            file.seek(0)
+            if not packed:
+                return pl.read_csv(file)
     except (OSError, pl.exceptions.PolarsError, UnicodeDecodeError) as why:
         raise error(f"{path} is no table: {why}. Give CSV with a header.") from why
     raise error(f"{path} is compressed. Unpack it first.")

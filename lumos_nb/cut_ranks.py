@@ -37,7 +37,7 @@ from lumos_nb.traces.files import Files, loaded, read_file
 from lumos_nb.traces.run import Extent, FileRead, about, claims, each_file, events_of, first_row, numbered
 from lumos_nb.traces.trace import Trace
 from lumos_nb.waits import identify, sync_records
-from lumos_nb.whole_files import told
+from lumos_nb.whole_files import told, write_parquet
 
 _MATCHED_BY = (
     "op_id",
@@ -163,7 +163,7 @@ def _cut(events: pl.DataFrame, own: int, files: Path, profiles: pl.DataFrame | N
 
 def _write(table: pl.DataFrame, path: Path) -> None:
     with told(path, RunError):
-        table.write_parquet(path, compression="lz4", statistics=False)
+        write_parquet(table, path, compression="lz4", statistics=False)
 
 
 def read_again(path: Path, columns: list[str] | None = None) -> pl.DataFrame:

@@ -146,7 +146,8 @@ def load(name: str) -> pl.DataFrame | Path:
     found = path(name)
     if DATASETS[name].is_run:
         return found
-    return pl.read_parquet(found) if found.suffix == ".parquet" else pl.read_csv(found)
+    with found.open("rb") as file:  # of ~ or brackets in a path polars would make others
+        return pl.read_parquet(file) if found.suffix == ".parquet" else pl.read_csv(file)
 
 
 def describe() -> pl.DataFrame:

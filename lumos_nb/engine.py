@@ -19,7 +19,7 @@ from lumos_nb._replay_plan import Plan, codes
 from lumos_nb.calls import CALL_PATTERNS, classify
 from lumos_nb.critical_path import Result, result_of
 from lumos_nb.display import format_ns
-from lumos_nb.errors import GraphError, InputError, ScenarioError, shown
+from lumos_nb.errors import GraphError, InputError, ScenarioError, is_number, require_flags, shown
 from lumos_nb.graph import Graph
 from lumos_nb.schema import EDGES, OPS, require
 
@@ -184,6 +184,7 @@ class _Setup:
     def _with(self, ops: pl.DataFrame, pools: Sequence[Pool]) -> _Setup:
         setup = self
         for kind, pool in enumerate(pools):
+            require_flags(in_turn=pool.in_turn)
             names, of = codes(_values(ops, "of", pool.of, pl.String()))
             used = np.where(of < 0, -1, of + len(setup.kind_of)).astype(np.int32)
             setup = replace(
@@ -207,11 +208,13 @@ class _Setup:
 def _values(ops: pl.DataFrame, what: str, value: object, dtype: pl.DataType) -> pl.Series:
     """An expression or a constant over the ops."""
     try:
+        if not (isinstance(value, pl.Expr | str | bool | int | float | np.bool_) or value is None or is_number(value)):
+            raise TypeError("neither an expression nor a constant")  # of some others polars panics
         expression = value if isinstance(value, pl.Expr) else pl.lit(value)
         return ops.select(expression.cast(dtype).alias(what), pl.col("op_id"))[what]
-    except (pl.exceptions.PolarsError, TypeError) as error:
+    except (pl.exceptions.PolarsError, TypeError, OverflowError, UnicodeEncodeError) as error:
         raise ScenarioError(
-            f"{what}={value} gives no {dtype} of each op ({error}); the op table has {', '.join(ops.columns)}."
+            f"{what}={shown(value)} gives no {dtype} of each op ({error}); the op table has {', '.join(ops.columns)}."
         ) from error
 
 

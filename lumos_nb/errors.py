@@ -24,12 +24,15 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any
 
 import msgspec
 
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+UNDECODABLE = (msgspec.MsgspecError, UnicodeError, RecursionError)
 """What msgspec raises for text that it cannot read, the last where it nests a thousand deep."""
 
 _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -119,18 +122,57 @@ def shown(value: object) -> str:
         return "a number of thousands of digits"
 
 
-def require_kinds(**given: tuple[object, type]) -> None:
-    """Raise InputError for the first argument that is of another kind than it should be."""
+def require_kinds(**given: tuple[object, type | UnionType]) -> None:
+    """Raise InputError for the first argument that is of another kind than it should be, or of none of several."""
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
-            raise InputError(f"{name} is {shown(value)}; give a {kind.__name__}.")
+            several = kind.__args__ if isinstance(kind, UnionType) else (kind,)
+            kinds = " or ".join("None" if one is NoneType else one.__name__ for one in several)
+            raise InputError(f"{name} is {shown(value)}; give a {kinds}.")
+
+
+def require_text(**given: object) -> None:
+    """Raise InputError for the first argument that is no text, or text that no file holds: halves of characters."""
+    for name, value in given.items():
+        if not isinstance(value, str) or (not value.isascii() and value != value.encode(errors="ignore").decode()):
+            raise InputError(f"{name} is {shown(value)}; give a str, of whole characters.")
+
+
+def is_word(value: object, words: Iterable[str]) -> bool:
+    """Whether a value is one of some words; what is no text is none of them, and is not compared with any."""
+    return isinstance(value, str) and value in tuple(words)
+
+
+def require_word(words: Iterable[str], /, **given: object) -> None:
+    """Raise InputError for the first argument that is none of some words."""
+    for name, value in given.items():
+        if not is_word(value, words):
+            raise InputError(f"{name}={shown(value)}: give one of {', '.join(map(repr, words))}.")
+
+
+def items_of(name: str, given: object, advice: str) -> list[Any]:
+    """What a list, an array or whatever else can be gone through holds; InputError of what cannot be, and of text."""
+    if not isinstance(given, str | bytes | bytearray | memoryview | Mapping):
+        with suppress(TypeError):  # of an array that is one number, too
+            return list(given)  # type: ignore[call-overload,no-any-return]
+    raise InputError(f"{name}={shown(given)}: give {advice}.")
+
+
+def require_flags(**given: object) -> None:
+    """Raise InputError for the first argument that is neither True nor False, of Python or of another library."""
+    for name, value in given.items():
+        of_numpy = str(getattr(value, "dtype", "")) == "bool" and not hasattr(value, "__len__")
+        if not (isinstance(value, bool) or of_numpy or is_whole(value, 0, 1)):
+            raise InputError(f"{name}={shown(value)}: give True or False.")
 
 
 def is_whole(value: object, least: int, most: int = 2**62) -> bool:
     """Whether a value is a whole number from `least` to `most`, of Python or of another library."""
+    if isinstance(value, bool) or hasattr(value, "__len__"):  # an array of one number has an index, but is no number
+        return False
     try:
-        return not isinstance(value, bool) and least <= operator.index(value) <= most  # type: ignore[arg-type]
-    except TypeError:  # also of an array, which has an index only if it is of one number
+        return least <= operator.index(value) <= most  # type: ignore[arg-type]
+    except TypeError:
         return False
 
 

@@ -10,7 +10,7 @@ import polars as pl
 
 from lumos_nb.costs.host import Pool, with_families
 from lumos_nb.critical_path import replay, sweep
-from lumos_nb.errors import GraphError
+from lumos_nb.errors import GraphError, items_of
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.lanes import ABSENT
 from lumos_nb.partition import breakdown
@@ -169,7 +169,7 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
 
 def chosen_steps(recording: Recording, steps: Sequence[int] | None, *, least: int) -> list[int]:
     """`steps`, each once and known, or all but the first profiled one, which holds one-off costs; at least `least`."""
-    known = recording.step_times()["step"][1:] if steps is None else steps
+    known = recording.step_times()["step"][1:] if steps is None else items_of("steps", steps, "a list of steps")
     chosen = list(dict.fromkeys(map(recording.known_step, known)))
     if len(chosen) < least:
         raise GraphError(f"a prediction from other steps needs at least {least} steps besides the first, not {chosen}.")

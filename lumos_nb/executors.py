@@ -60,7 +60,8 @@ def check_executor(executor: object) -> None:
     """
     if executor is None or isinstance(executor, str):
         return
-    if isinstance(executor, type) or not hasattr(executor, "map"):
+    works = hasattr(executor, "submit") or hasattr(executor, "apply_async")  # a column of a table has a `map` too
+    if isinstance(executor, type) or not (works and hasattr(executor, "map")):
         raise ExecutorError(
             f"executor is {shown(executor)}; give one as concurrent.futures has, or the address of a Dask scheduler."
         )

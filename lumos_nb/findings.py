@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from lumos_nb.critical_path import Result
-from lumos_nb.errors import InputError, shown
+from lumos_nb.errors import InputError, is_whole, shown
 from lumos_nb.graph import Graph, Recording
 from lumos_nb.partition import PARTS, HasOps, breakdown
 
@@ -189,8 +189,10 @@ def neighbours(result: Result, op_id: int) -> pl.DataFrame:
     --------
     >>> neighbours(replay(graph), 17).filter(pl.col("relation") == "waits for")
     """
+    if not hasattr(result, "graph"):
+        raise InputError(f"this takes a Result: replay(graph) gives one; it was given a {type(result).__name__}.")
     ops, edges = result.ops, result.graph.edges
-    if ops.filter(pl.col("op_id") == op_id).is_empty():
+    if not is_whole(op_id, -(2**63), 2**63 - 1) or ops.filter(pl.col("op_id") == op_id).is_empty():
         raise InputError(f"step {result.graph.step} has no op {shown(op_id)}; take one of its ops' op_id.")
     near = edges.filter((pl.col("src") == op_id) | (pl.col("dst") == op_id))
     ends = [ops.select(pl.col("op_id").alias(at), pl.col("start_ns").alias(f"{at}_ns"), _END.alias(f"{at}_end_ns"))

@@ -253,5 +253,5 @@ def save_job(graph: Graph, folder: str | Path) -> Job:
             write_rank(made, rank, ops.filter(rank=rank), edges.filter(dst_rank=rank).select(*EDGES_TO_RANK.columns))
             for rank in ops["rank"].unique().sort()
         ]
-        finish_job(made, ranks, graph.report if graph.report.width else None)
-    return open_job(folder)
+        job = finish_job(made, ranks, graph.report if graph.report.width else None)
+    return Job(Files(folder, job.files.ranks))  # whatever another writer has put there since

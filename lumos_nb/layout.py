@@ -110,6 +110,7 @@ class Parallelism(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def layers_of(self, model: Transformer) -> tuple[int, ...]:
         """Number of layers of each virtual stage: stage s of chunk c is number c * pp + s (zb-v: as it runs)."""
+        require_kinds(model=(model, Transformer))
         return self.split or (model.layers // (self.pp * self.chunks),) * (self.pp * self.chunks)
 
     def group_size(self, group: str) -> int:
@@ -226,6 +227,7 @@ class Training(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def micro_batches(self, layout: Parallelism) -> int:
         """Micro-batches of a step that each replica works on."""
+        require_kinds(layout=(layout, Parallelism))
         return self.global_batch // (self.micro_batch * layout.dp)
 
 
@@ -289,6 +291,9 @@ class Cluster(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def span(self, ranks: npt.NDArray[np.int64]) -> tuple[int, int]:
         """Nodes that the widest of some groups (one row a group) touches, and most of its GPUs on one of them."""
+        require_kinds(ranks=(ranks, np.ndarray))
+        if ranks.ndim != 2 or not ranks.size or ranks.dtype.kind not in "iu":
+            raise InputError(f"ranks is {shown(ranks)}: give an array of whole numbers with a row a group.")
         nodes = np.sort(ranks // self.gpus_per_node, axis=1)
         new = np.diff(nodes, axis=1, prepend=-1) > 0
         touched = new.sum(axis=1)

@@ -160,7 +160,7 @@ def save_prediction(
     times, model_error = float(times), float(model_error)
     if not isinstance(change, str):
         raise LumosError(f"change is {shown(change)}; say in words what will be changed.")
-    steps, median_ns, least_ns, most_ns, _ = step_spread(recording or Recording.of(run)).row(0)
+    steps, median_ns, least_ns, most_ns, _ = step_spread(Recording.of(run) if recording is None else recording).row(0)
     if max(times, model_error) > _MOST or times * most_ns * (1 + model_error) >= LONGEST_NS:
         raise LumosError("times and model_error predict steps of over a century: give multiples of the base's steps.")
     prediction = Prediction(

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import polars as pl
 
 from lumos_nb import lanes
-from lumos_nb._job_files import EDGES_TO_RANK, replaced, write_rank
+from lumos_nb._job_files import EDGES_TO_RANK, Files, replaced, write_rank
 from lumos_nb.cut_ranks import Clocked, bases_of, counted_from, on_one_clock, own_rows, read_again, read_ranks
-from lumos_nb.errors import RunError, named
+from lumos_nb.errors import RunError, named, require_flags
 from lumos_nb.executors import spread
 from lumos_nb.graph import AllSteps, Shared, finished, rows_and_edges
-from lumos_nb.jobs import Job, finish_job, open_job
+from lumos_nb.jobs import Job, finish_job
 from lumos_nb.repetitions import asked, pooled
 from lumos_nb.step_times import StepTimes
 from lumos_nb.waits import ROUNDS, SEEN, Sightings, chosen_waits
@@ -74,6 +74,7 @@ def load_job(
     >>> job = load_job("runs/gpt", "build/job", step=3)
     >>> job.replay().step_ns
     """
+    require_flags(cache=cache)
     folder = named(folder, RunError)
     with replaced(folder) as made, scratch(folder, RunError) as cut:
         ranks, read = read_ranks(path, cut, executor, cache=cache)
@@ -86,8 +87,8 @@ def load_job(
         answers = _answers(clocked, step, executor)
         built = [*spread(executor, partial(_build, made, answers), _parts(clocked, comm, shared))]
         report = pl.concat([read.report, told, *(one.report for one in clocked), *(report for _, report in built)])
-        finish_job(made, [row for row, _ in built if row is not None], _summed(report))
-    return open_job(folder)
+        job = finish_job(made, [row for row, _ in built if row is not None], _summed(report))
+    return Job(Files(folder, job.files.ranks))  # whatever another writer has put there since
 
 
 def _summed(report: pl.DataFrame) -> pl.DataFrame:

@@ -178,7 +178,7 @@ def step_report(
     >>> print(step_report(run, step=3, predict=0))
     """
     progress("building the graph")
-    recording = recording or Recording.of(run)
+    recording = Recording.of(run) if recording is None else recording
     graph = build_graph(recording, step)
     progress(f"replaying {len(graph.ops):,} ops of step {graph.step}")
     result = replay(graph)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import polars as pl
 
-from lumos_nb.errors import GraphError, is_number, shown
+from lumos_nb.errors import GraphError, is_number, require_whole, shown
 from lumos_nb.lanes import ON_STREAM
 
 
@@ -38,6 +38,7 @@ class StepTimes:
 
     def rank_starts(self, step: int) -> pl.DataFrame:
         """As `Recording.rank_starts`."""
+        require_whole(-(2**31), 2**31 - 1, step=step)
         work = self._ends()
         earlier = (
             work.filter(pl.col("step").fill_null(step - 1) < step).group_by("rank").agg(at_ns=pl.col("end_ns").max())

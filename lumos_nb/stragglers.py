@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from lumos_nb._replay_kernels import Int32s
 from lumos_nb._replay_plan import Plan
 from lumos_nb.clocks import MESSAGES
 from lumos_nb.critical_path import Result
-from lumos_nb.errors import InputError, ScenarioError, SchemaError, shown
+from lumos_nb.errors import InputError, ScenarioError, SchemaError, is_word, shown
 from lumos_nb.graph import Graph
 from lumos_nb.schema import require
 
@@ -56,7 +57,7 @@ def without_stragglers(
     >>> replay(without_stragglers(graph)).step_ns / replay(graph).step_ns
     """
     require(graph, "edges")
-    if statistic not in ("median", "mean"):
+    if not is_word(statistic, ("median", "mean")):
         raise ScenarioError(f"statistic={shown(statistic)}: choose 'median' or 'mean'.")
     work = _replicated(graph, replicas)
     if missing := [key for key in SAME_ON_REPLICAS if key not in graph.ops.columns]:
@@ -95,7 +96,9 @@ def _checked(replicas: object, ranks: Sequence[int]) -> list[list[int]]:
 
 
 def _listed(given: object) -> list[Any]:
-    return list(given) if isinstance(given, Iterable) else []
+    with suppress(TypeError):  # what cannot be gone through, also an array that is one number
+        return list(given)  # type: ignore[call-overload,no-any-return]
+    return []
 
 
 def _by_collectives(graph: Graph, ranks: Sequence[int]) -> list[list[int]]:

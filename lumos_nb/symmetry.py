@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import polars as pl
 
 from lumos_nb.clocks import MESSAGES, match_collectives
-from lumos_nb.errors import InputError, require_memory
+from lumos_nb.errors import InputError, items_of, require_memory, require_whole
 from lumos_nb.graph import Recording
 from lumos_nb.lanes import ORIGINAL
 from lumos_nb.repairs import REPORT
@@ -129,6 +129,15 @@ def _matched(ops: pl.DataFrame, copies: Iterable[pl.DataFrame], kin: Mapping[int
     return every.with_columns(match=pl.coalesce(named, own + first))
 
 
+def _asked(replicas: object) -> list[list[int]]:
+    """Groups of ranks as they were given."""
+    advice = "groups of ranks, such as [[0, 1], [2, 3]]"
+    groups = [items_of("replicas", group, advice) for group in items_of("replicas", replicas, advice)]
+    for group in groups:
+        require_whole(-(2**31), 2**31 - 1, **{f"replicas[..][{at}]": rank for at, rank in enumerate(group)})
+    return [[int(rank) for rank in group] for group in groups]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Who does the same work, and which groups are known, with what their ranks are to one another."""
@@ -156,7 +165,7 @@ class Layout:
             for name, about, ranks in listed
             if len(ranks) > 1
         ]
-        alike = [ranks for _, _, ranks, part in groups if part == "replicas"] if replicas is None else replicas
+        alike = [ranks for _, _, ranks, part in groups if part == "replicas"] if replicas is None else _asked(replicas)
         if not alike and len(groups) == 1 and groups[0][3] == "mixed" and groups[0][0] not in unequal:
             alike = [groups[0][2]]
         kin = {rank: rank for rank in everyone}

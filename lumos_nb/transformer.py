@@ -31,8 +31,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         LayoutError
             A field is missing, unknown or of another type; the message names it.
         """
+        require_kinds(text=(text, str | bytes | bytearray | memoryview))
         try:
-            return msgspec.json.decode(text, type=cls)
+            return msgspec.json.decode(text[:], type=cls)  # of a kind of text that is its own, as text
         except UNDECODABLE as error:
             raise LayoutError(f"not a {cls.__name__}: {error}") from error
 
@@ -58,7 +59,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         given = getattr(self, field)
         try:
             value = msgspec.convert(plain(given), kind)
-        except (msgspec.ValidationError, RecursionError, ValueError):  # the last of ints of thousands of digits
+        except Exception:  # of tables msgspec asks for fields, of ints of thousands of digits it would write these
             options = " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else ""
             advice = options or _WORDS.get(kind, "what its documentation says")
             raise self.refusal(field, f"give {advice}") from None

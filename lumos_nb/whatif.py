@@ -17,7 +17,7 @@ import polars as pl
 
 from lumos_nb import rewire
 from lumos_nb._replay_plan import LONGEST_NS, Plan
-from lumos_nb.errors import ABOVE_0, InputError, ScenarioError, is_number, shown
+from lumos_nb.errors import ABOVE_0, InputError, ScenarioError, is_number, is_word, require_flags, shown
 from lumos_nb.graph import Graph
 from lumos_nb.schema import DEVICE_KINDS, require
 
@@ -96,7 +96,8 @@ def network(graph: Graph, where: pl.Expr, *, bandwidth_factor: float = 1.0, late
     --------
     >>> whatif.network(graph, pl.col("group") == "tp", bandwidth_factor=2)
     """
-    if bandwidth_factor != math.inf and not is_number(bandwidth_factor, ABOVE_0):
+    given: object = bandwidth_factor  # whose kind nobody has looked at
+    if not (isinstance(given, float) and given == math.inf) and not is_number(bandwidth_factor, ABOVE_0):
         raise ScenarioError(f"bandwidth_factor={shown(bandwidth_factor)}: give a number above 0, 2 for twice as fast.")
     if not is_number(latency_ns, 1 - LONGEST_NS, LONGEST_NS - 1) or latency_ns % 1:
         raise ScenarioError(f"latency_ns={shown(latency_ns)}: give whole ns, below 0 where latency falls.")
@@ -130,6 +131,7 @@ def remove(graph: Graph, where: pl.Expr, *, launches: bool = True) -> Graph:
     --------
     >>> replay(whatif.remove(graph, pl.col("kind") == "comm")).step_ns  # no communication at all
     """
+    require_flags(launches=launches)
     chosen = _chosen(graph, where)
     gone = rewire.with_companions(graph, graph.ops.filter(chosen)["op_id"])
     graph = replace(graph, edges=rewire.undelayed(graph.edges, gone))
@@ -179,7 +181,8 @@ def insert(
     require(graph, "edges")
     graph = replace(graph, ops=graph.ops[Plan.of(graph).row])  # in the order of the edges
     chosen = _chosen(graph, where)
-    if kind not in INSERTED_KINDS:
+    require_flags(before=before)
+    if not is_word(kind, INSERTED_KINDS):
         raise ScenarioError(
             f"an op of kind {shown(kind)} cannot be inserted; choose one of {', '.join(INSERTED_KINDS)}."
         )

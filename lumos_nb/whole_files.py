@@ -31,6 +31,9 @@ PART = ".lumos-part"
 STALE_S = 60
 """Parts that nobody has a lock on are left for so long: it may be about to be locked."""
 
+_OF_A_DISK = ("(os error ", "Invalid thrift: transport error")
+"""What polars says of a disk that takes no more, the latter where it is full at the end of a file."""
+
 _NAME_BYTES, _SCRATCH = 255, ".scratch."
 _numbers = itertools.count()
 
@@ -71,7 +74,7 @@ def told(path: Path, error: type[LumosError]) -> Iterator[None]:
     try:
         yield
     except (OSError, pl.exceptions.ComputeError) as why:
-        if not isinstance(why, OSError) and "(os error " not in str(why):
+        if not isinstance(why, OSError) and not any(words in str(why) for words in _OF_A_DISK):
             raise
         reason = in_the_way(path.parent) or getattr(why, "strerror", None) or why
         raise error(f"{path} cannot be written: {reason}. Give one in a folder that is there and has room.") from why
@@ -92,12 +95,18 @@ def scratch(folder: Path, error: type[LumosError] = LumosError) -> Iterator[Path
 
 
 @contextmanager
-def lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """A lock on a folder; with `wait` once nobody else has one."""
-    file = os.open(folder, os.O_RDONLY)
+def lock(folder: Path, *, wait: bool = False, shared: bool = False) -> Iterator[None]:
+    """A lock on a folder; with `wait` once nobody else has one, or nobody but for sharing it where it is `shared`."""
+    try:
+        file = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        if not shared:
+            raise
+        yield  # to a reader who may read the files in it, but not list them
+        return
     try:
         with suppress(OSError):  # of a file system without locks, where nobody can take one either
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
         os.close(file)
@@ -113,6 +122,12 @@ def whole_file(path: Path, error: type[LumosError] = LumosError) -> Iterator[IO[
             pack: Callable[..., Any] = igzip.IGzipFile
             with pack("", "wb", mtime=0, fileobj=file) as packed:
                 yield packed
+
+
+def write_parquet(table: pl.DataFrame, path: Path, **how: Any) -> None:
+    """Write Parquet to just this path: of ~ or file: in one polars would make another."""
+    with path.open("wb") as file:
+        table.write_parquet(file, **how)
 
 
 @contextmanager

@@ -32,3 +32,12 @@ def test_what_is_no_table_is_named(data: bytes | None, tmp_path: Path):
         (tmp_path / "a.csv").write_bytes(data)
     with pytest.raises(InputError, match=r"a\.csv is no table: .* Give CSV"):
         read_csv(tmp_path / "a.csv", InputError)
+
+
+@pytest.mark.parametrize("name", ["~", "file:a.csv", "a[1]*.csv"])
+def test_a_table_is_read_from_just_the_path_that_was_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("a,b\n1,2\n")
+    assert read_csv(Path(name), InputError).rows() == [(1, 2)]

@@ -328,7 +328,7 @@ def test_costs_of_another_cluster_memory_and_words_are_refused():
         shard(GOOD, cluster(2), costs_of(2), memory_bytes="all")
     with pytest.raises(InputError, match="costs"):
         shard(GOOD, cluster(2), Fused())
-    with pytest.raises(LayoutError, match="splits has grid"):
+    with pytest.raises(LayoutError, match="splits has 'grid'"):
         shard(GOOD, cluster(2), costs_of(2), splits=("grid",))
     with pytest.raises(LayoutError, match="speed is"):
         costs_of(2, speed=(1.0, 0.0))

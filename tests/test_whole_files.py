@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from lumos_nb import whole_files
@@ -166,6 +167,12 @@ def test_what_cannot_be_written_is_an_error_of_the_kind_that_was_asked_for(name:
     with pytest.raises(InputError, match=r"no file|cannot be written|no path"), whole(name, InputError) as part:
         part.write_text("a")
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("why", ["no space (os error 28)", "parquet: Invalid thrift: transport error"])
+def test_what_polars_says_of_a_full_disk_is_an_error_of_that_kind(why: str) -> None:
+    with pytest.raises(InputError, match=r"cannot be written: .*has room"), whole("a.parquet", InputError):
+        raise pl.exceptions.ComputeError(why)
 
 
 def test_what_is_no_path_at_all_is_refused() -> None:

@@ -54,7 +54,7 @@ from benchmarks.machine.shapes import Case, models
 from lumos_nb.config import Gpu, read_sheet
 from lumos_nb.errors import InputError, LumosError
 from lumos_nb.job import describe_machine
-from lumos_nb.whole_files import whole
+from lumos_nb.whole_files import whole, write_parquet
 
 ROUNDS = 5
 """So many fit in the budget, as far as the first one can tell; never fewer than three are measured."""
@@ -283,7 +283,7 @@ def record(
 
 def _write(file: Path, frame: pl.DataFrame) -> None:
     with whole(file) as part:
-        frame.write_parquet(part, compression="zstd", compression_level=19)
+        write_parquet(frame, part, compression="zstd", compression_level=19)
 
 
 def _gpus() -> int:

@@ -20,7 +20,7 @@ from lumos_nb.costs.embedding_reuse import in_units, misses, new_rows, reuse
 from lumos_nb.costs.embedding_samples import call_sums, call_times, checked_samples, median_errors, unseen_times
 from lumos_nb.display import Shown
 from lumos_nb.embedding_tables import Floats
-from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, named
+from lumos_nb.errors import UNDECODABLE, CalibrationError, InputError, named, require_kinds
 from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.whole_files import whole
 
@@ -112,6 +112,7 @@ class PhysicalLookup(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         pass reads. A sheet called "cpu", as `make calibrate` writes it, is of one thread with lines of 64 bytes and a
         TLB of 2,048 pages; there a miss costs by the sheet too, and nothing else does.
         """
+        require_kinds(gpu=(gpu, Gpu))
         on_cpu, byte_us = gpu.name == "cpu", 1e6 / gpu.memory_bytes_per_s
         line, share = (64, 1.0) if on_cpu else (32, 0.9)
         caches = [Cache(name="L2", unit_bytes=line, size_bytes=share * gpu.l2_bytes)]

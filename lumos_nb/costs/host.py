@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.calls import CALL_PATTERNS, COMM_OPERATORS, COMM_TYPES, ENGINE_OPERATORS, classify
 from lumos_nb.display import Shown
-from lumos_nb.errors import CalibrationError, GraphError, InputError, shown
+from lumos_nb.errors import CalibrationError, GraphError, InputError, is_word, shown
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.schema import DEVICE_KINDS, OPS, TableSchema
 from lumos_nb.traces.run import Run
@@ -182,7 +182,7 @@ class Overheads(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         CalibrationError
             Nothing was measured of an overhead that is asked for; the message says what to measure.
         """
-        if statistic is not None and statistic not in STATISTICS:
+        if statistic is not None and not is_word(statistic, STATISTICS):
             raise InputError(f"no statistic is called {shown(statistic)}; there are: {', '.join(STATISTICS)}.")
         table, levels = self.table.rename({"name": "at"}), {}
         for level, keys in LADDER.items():

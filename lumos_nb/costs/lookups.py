@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from lumos_nb.embedding_tables import Floats, complete_tables
-from lumos_nb.errors import LayoutError
+from lumos_nb.errors import InputError, LayoutError, is_whole, shown
 
 
 class LookupModel(Protocol):
@@ -57,6 +57,8 @@ def lookup_us(model: LookupModel, tables: pl.DataFrame, batch: int, sets: Sequen
     >>> lookup_us(model, tables, 65536, [[0], [1], [0, 1], []])[:, 0].astype(int).tolist()
     [228, 87, 310, 0]
     """
+    if isinstance(model, type) or not (hasattr(model, "parts") and hasattr(model, "of_sums")):
+        raise InputError(f"the model of lookups is {shown(model)}; give one: PhysicalLookup, LookupNet.")
     sums = _summed(model.parts(complete_tables(tables), _checked_batch(batch)), sets)
     called = np.array([len(one) > 0 for one in sets], dtype=bool)
     return np.where(called[:, None], model.of_sums(sums), 0.0)
@@ -72,6 +74,8 @@ def _summed(parts: Floats, sets: Sequence[Sequence[int]]) -> Floats:
 
 def _checked_batch(batch: int) -> int:
     """The samples of a call, if there are any."""
-    if not batch >= 1:
-        raise LayoutError(f"a call of {batch} samples looks up nothing; give the samples a device has, 1 or more.")
+    if not is_whole(batch, 1):
+        raise LayoutError(
+            f"a call of {shown(batch)} samples looks up nothing; give the samples a device has, 1 or more."
+        )
     return batch

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from lumos_nb.errors import InputError, TraceError
+from lumos_nb.errors import InputError, TraceError, shown
 from lumos_nb.traces import execution_tables as tables
 from lumos_nb.traces.execution_nodes import (
     ATTRIBUTE_OF,
@@ -122,7 +122,7 @@ def load_execution_trace(path: str | Path, *, rank: int | None = None) -> Execut
     True
     """
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
-        raise InputError(f"rank is {rank!r}: give a whole number, or leave it out.")
+        raise InputError(f"rank is {shown(rank)}: give a whole number, or leave it out.")
     with files_of(path) as files:
         found = files.traces if files.alone else [file for file in files.traces if is_execution_trace(file)]
         where = files.archive or Path(path)

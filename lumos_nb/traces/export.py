@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -36,10 +37,16 @@ def read_table(path: Path, columns: list[str] | None = None) -> pl.DataFrame:
     pl.exceptions.PolarsError, OSError
         It cannot be read.
     """
-    with panics_told(), path.open("rb") as file:
+    with path.open("rb") as file:
+        return table_in(file, path, columns)
+
+
+def table_in(file: IO[bytes], path: Path, columns: list[str] | None = None) -> pl.DataFrame:
+    """The same of an open file: what stands under its name by now may be another."""
+    with panics_told():
         check_pages(path, file)
         rows, width = pl.scan_parquet(file).select(pl.len()).collect().item(), len(pl.read_parquet_schema(file))
-        check_unpacked(path, path.stat().st_size, 8 * rows * width)
+        check_unpacked(path, os.fstat(file.fileno()).st_size, 8 * rows * width)
         file.seek(0)
         return pl.read_parquet(file, columns=columns)
 

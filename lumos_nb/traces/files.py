@@ -6,7 +6,7 @@ import os
 import re
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from lzma import LZMAError
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import polars as pl
 
-from lumos_nb.errors import InputError, LumosError, RunError, TraceError, files_in, named
+from lumos_nb.errors import InputError, LumosError, RunError, TraceError, files_in, items_of, named
 from lumos_nb.traces import cache as cached
 from lumos_nb.traces.formats import REFUSED_SUFFIXES, read_trace
 from lumos_nb.traces.json_stream import check_unpacked
@@ -86,9 +86,7 @@ def files_of(path: str | Path | Sequence[str | Path]) -> Iterator[Files]:
 
 def _paths(given: object) -> list[Path]:
     """The paths of a list, in its order."""
-    if not isinstance(given, Iterable) or isinstance(given, bytes):
-        raise InputError(f"a run is a path or a list of paths; this is a {type(given).__name__}.")
-    each = list(given)
+    each = items_of("path", given, "the path of a run, or a list of paths")
     for wrong in (one for one in each if not isinstance(one, str | Path)):
         raise InputError(f"a list of files holds a {type(wrong).__name__} ({wrong!r}); give paths.")
     return list(map(Path, each))

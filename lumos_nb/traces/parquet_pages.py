@@ -9,9 +9,10 @@ field ids are used below, are in https://github.com/apache/parquet-format/blob/m
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from lumos_nb.errors import TraceError
 from lumos_nb.traces.json_stream import check_unpacked
@@ -30,7 +31,7 @@ _COUNTS = {_DATA: (1,), _DICTIONARY: (1,), _DATA_V2: (1, 2, 3, 5, 6)}
 Struct = dict[int, Any]
 
 
-def check_pages(path: Path, file: BinaryIO) -> None:
+def check_pages(path: Path, file: IO[bytes]) -> None:
     """Refuse a Parquet file whose pages claim what cannot be.
 
     Raises
@@ -44,7 +45,7 @@ def check_pages(path: Path, file: BinaryIO) -> None:
     >>> with open("timeline.parquet", "rb") as file:  # doctest: +SKIP
     ...     check_pages(Path("timeline.parquet"), file)
     """
-    size, unpacked = path.stat().st_size, 0
+    size, unpacked = os.fstat(file.fileno()).st_size, 0
     if size < len(_MAGIC) + _TAIL_BYTES:
         raise TraceError(f"{path} is no Parquet file: it has {size} bytes. Write it again.")
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

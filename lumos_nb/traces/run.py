@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import polars as pl
 
 from lumos_nb.display import how_many
-from lumos_nb.errors import RunError
+from lumos_nb.errors import RunError, require_flags
 from lumos_nb.executors import spread
 from lumos_nb.schema import EVENTS
 from lumos_nb.traces.export import OnAClock
@@ -138,6 +138,7 @@ def load_run(
     >>> run.report.columns
     ['rank', 'path', 'what', 'count', 'reason']
     """
+    require_flags(cache=cache)
 
     def reader(files: Files) -> Callable[[Path], Trace | Path | str]:
         beside = files.beside if cache else None

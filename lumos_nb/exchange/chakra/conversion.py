@@ -9,7 +9,7 @@ from typing import Protocol
 
 import polars as pl
 
-from lumos_nb.errors import ChakraError, InputError, named, require_kinds, shown
+from lumos_nb.errors import ChakraError, InputError, is_word, named, require_kinds, shown
 from lumos_nb.exchange.chakra.files import write_ranks
 from lumos_nb.exchange.chakra.ranks import Job
 from lumos_nb.exchange.chakra.tables import NODES, Nodes
@@ -133,7 +133,7 @@ class RankFiles:
     @classmethod
     def of(cls, source: Graph | Estimated, target: str | None) -> RankFiles:
         """The files of a graph or an estimate; errors as of `write`."""
-        if target not in TARGETS:
+        if target is not None and not is_word(target, TARGETS):
             raise InputError(f"target is {shown(target)}; it may be None or 'astra-sim'.")
         graph = source if isinstance(source, Graph) else getattr(source, "graph", None)
         if not isinstance(graph, Graph):

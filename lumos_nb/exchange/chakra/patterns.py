@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lumos_nb.costs.collective_plans import PLANS
-from lumos_nb.errors import InputError, require_number, require_whole, shown
+from lumos_nb.errors import InputError, is_word, require_flags, require_number, require_whole, shown
 from lumos_nb.exchange.chakra.word_graphs import STEP, Build, communication, finished, join_ranks
 from lumos_nb.exchange.chakra.words import Meeting
 from lumos_nb.graph import Graph
@@ -59,6 +59,7 @@ def pattern(
     """
     require_whole(1, ranks=ranks, rounds=rounds)
     require_whole(0, size_bytes=size_bytes)
+    require_flags(overlapped=overlapped)
     _check(ranks * rounds, collective, {"compute_us": compute_us, "flops": flops, "transfer_us": transfer_us})
     build, meeting = Build(), Meeting(collective or "", tuple(range(ranks)), size_bytes)
     last: dict[tuple[int, str], int] = {}
@@ -106,7 +107,7 @@ def _check(turns: int, collective: object, numbers: dict[str, object]) -> None:
     for name, value in numbers.items():
         if name == "transfer_us" or value is not None:
             require_number(0, MOST[name], **{name: value})
-    if collective is not None and collective not in COLLECTIVES:
+    if collective is not None and not is_word(collective, COLLECTIVES):
         raise InputError(f"collective={shown(collective)}: give one of {', '.join(COLLECTIVES)}.")
     if numbers["compute_us"] is None and collective is None:
         raise InputError("a pattern of nothing: give compute_us, a collective or both.")

@@ -14,7 +14,7 @@ import polars as pl
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from lumos_nb.errors import ChakraError, InputError, shown
+from lumos_nb.errors import ChakraError, InputError, is_word, shown
 from lumos_nb.exchange.chakra.files import rank_files
 from lumos_nb.exchange.chakra.json_files import fields
 from lumos_nb.exchange.chakra.messages import COLLECTIVES, NODE_TYPES
@@ -22,7 +22,7 @@ from lumos_nb.exchange.chakra.ranks import MESSAGE_TYPES, Int64s, Job, sorted_ro
 from lumos_nb.exchange.chakra.tables import ATTRIBUTES, parsed
 
 FINDINGS = {"file": pl.String(), "node": pl.UInt64(), "rule": pl.String(), "message": pl.String()}
-TARGETS = (None, "astra-sim")
+TARGETS = ("astra-sim",)
 ASTRA_COLLECTIVES = ("ALL_REDUCE", "ALL_GATHER", "BROADCAST", "ALL_TO_ALL", "REDUCE_SCATTER")
 """Those that its system layer carries out; a broadcast takes its node's duration."""
 LONGEST_US = 86_400_000_000
@@ -72,7 +72,7 @@ def validate(path: str | Path, target: str | None = None) -> pl.DataFrame:
 
 def check(job: Job, target: str | None = None) -> pl.DataFrame:
     """The findings of a job at hand; see `validate`."""
-    if target not in TARGETS:
+    if target is not None and not is_word(target, TARGETS):
         raise InputError(f"target is {shown(target)}; it may be None or 'astra-sim'.")
     rules: list[Rule] = [_ids, _types, _dependencies, _roots, _attributes, _durations, _groups, _collectives, _messages]
     rules += [_deadlocks] + ([_astra_sim] if target else [])

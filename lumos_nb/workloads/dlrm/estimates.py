@@ -133,7 +133,7 @@ def estimate_dlrm(
     True
     """
     require_kinds(model=(model, Dlrm), plan=(plan, Plan), train=(train, DlrmTraining), cluster=(cluster, Cluster))
-    require_kinds(surcharges=(surcharges or Surcharges(), Surcharges))
+    require_kinds(surcharges=(surcharges, Surcharges | None))
     if overheads is not None and not isinstance(overheads, Overheads):
         raise InputError(f"overheads is {shown(overheads)}; give ln.overheads(run) of a recording.")
     if plan.devices.height != cluster.gpus:
@@ -143,7 +143,7 @@ def estimate_dlrm(
         )
     prices = prices_of(cluster, calibration)
     extra = bundled().every if surcharges is None else surcharges
-    lookup = lookups or PhysicalLookup.of_sheet(cluster.gpu_sheet)
+    lookup = PhysicalLookup.of_sheet(cluster.gpu_sheet) if lookups is None else lookups
     rows = passes(model, plan, train)
     table = device_times(rows, plan, train, cluster, prices, lookup)
     table = issued(extra.applied(table, train, cluster), overheads)

@@ -14,7 +14,7 @@ import polars as pl
 
 from lumos_nb.display import format_bytes
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import InputError, LayoutError, shown
+from lumos_nb.errors import InputError, LayoutError, is_word, shown
 from lumos_nb.workloads.dlrm.pieces import Floats, Ints
 from lumos_nb.workloads.dlrm.plan import Plan, element_bytes, shard_bytes
 
@@ -80,9 +80,9 @@ def place_by_rule(
 def placement(rule: str, tables: pl.DataFrame, size_bytes: Floats, memory_bytes: Floats, seed: int) -> Ints:
     """[tables]: the device of each by a rule, -1 where none has room; the naive ones don't look."""
     at, devices = np.arange(tables.height), len(memory_bytes)
-    if rule in NAIVE:
+    if is_word(rule, NAIVE):
         return NAIVE[rule](at, devices)
-    if rule not in HEURISTICS:
+    if not is_word(rule, HEURISTICS):
         raise InputError(f"no rule is called {shown(rule)}; there are: {', '.join((*HEURISTICS, *NAIVE))}.")
     if rule == "random":
         rng = np.random.default_rng(seed)

@@ -12,8 +12,8 @@ from typing import Literal
 
 import polars as pl
 
-from lumos_nb.errors import LayoutError
-from lumos_nb.transformer import Spec
+from lumos_nb.errors import LayoutError, items_of, require_whole
+from lumos_nb.transformer import MOST, Spec
 
 Matrix = tuple[str, int, int]
 """A dense weight: the part that it is of, its outputs and its inputs."""
@@ -63,7 +63,9 @@ class Dlrm(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
         LayoutError
             There is no table, or a dot interaction has vectors of several widths.
         """
-        width = self.bottom[-1]
+        width, dims = self.bottom[-1], items_of("dims", dims, "the dim of each table")
+        require_whole(1, MOST, **{f"dims[{at}]": dim for at, dim in enumerate(dims)})
+        dims = [int(dim) for dim in dims]
         if not dims:
             raise LayoutError("Dlrm: there is no embedding table; give one or more.")
         if self.interaction != "dot":
@@ -133,6 +135,8 @@ class DlrmTraining(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
         LayoutError
             The batch does not divide evenly.
         """
+        require_whole(1, MOST, devices=devices)
+        devices = int(devices)
         if self.global_batch % devices:
             raise self.refusal("global_batch", f"{devices} devices take equal parts: give a multiple of that")
         return self.global_batch // devices

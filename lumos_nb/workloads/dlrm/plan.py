@@ -9,7 +9,7 @@ for the device's own samples, its gradients are added up). The names are TorchRe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -20,7 +20,18 @@ from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns, format_share
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import ABOVE_0, InputError, LayoutError, is_number, require_kinds, require_whole, shown
+from lumos_nb.errors import (
+    ABOVE_0,
+    InputError,
+    LayoutError,
+    is_number,
+    is_word,
+    items_of,
+    require_kinds,
+    require_text,
+    require_whole,
+    shown,
+)
 from lumos_nb.number_formats import ELEMENT_BYTES
 from lumos_nb.schema import TableSchema
 from lumos_nb.traces.export import Tables
@@ -71,7 +82,7 @@ def shard_bytes(
     >>> shard_bytes(np.array([1000]), np.array([64]), np.array([4.0]), "row_wise_adagrad").tolist()
     [260000.0]
     """
-    if optimizer not in tuple(STATE_BYTES):  # what is unhashable is none either
+    if not is_word(optimizer, STATE_BYTES):
         raise LayoutError(f"no optimizer is called {shown(optimizer)}; there are: {', '.join(STATE_BYTES)}.")
     of_weight, of_row = STATE_BYTES[optimizer]
     held: NDArray[np.float64] = rows * (dim * (element_bytes + of_weight) + of_row)
@@ -174,8 +185,9 @@ class Plan(Tables):
         >>> plan.devices["bytes"].to_list()
         [3200, 1600]
         """
-        require_kinds(shards=(shards, pl.DataFrame), memory_bytes=(memory_bytes, Collection))
-        caps = positive_bytes(memory_bytes, (len(memory_bytes),))
+        require_kinds(shards=(shards, pl.DataFrame), why=(why, Mapping | None))
+        memory = items_of("memory_bytes", memory_bytes, "the bytes of each device")
+        caps = positive_bytes(memory, (len(memory),))
         tables = complete_tables(tables)
         frame = _whole_shards(tables, shards)
         _check_cover(tables, frame, len(caps))
@@ -226,7 +238,21 @@ class Plan(Tables):
         return float(even.item())
 
     def with_figures(self, **columns: NDArray[np.float64]) -> Self:
-        """The plan with these times of each device, of `FIGURES`, in place of those it had."""
+        """The plan with these times of each device, of `FIGURES`, in place of those it had.
+
+        Raises
+        ------
+        LayoutError
+            They are no numbers, one a device.
+        """
+        count = self.devices.height
+        for name, given in columns.items():
+            asked: object = given  # of any kind
+            if isinstance(asked, np.ndarray) and asked.dtype == np.float64 and asked.shape == (count,):
+                continue  # as prices are
+            times_us = plain(asked)
+            if not isinstance(times_us, tuple) or len(times_us) != count or not all(map(is_number, times_us)):
+                raise LayoutError(f"{name} is {shown(given)}: give the time of each of the {count} devices.")
         devices = self.devices.drop("total_us", strict=False).with_columns(
             **{k: pl.Series(v) for k, v in columns.items()}
         )
@@ -255,7 +281,7 @@ class Plan(Tables):
         InputError
             A name is no text, or the number of GPUs none.
         """
-        require_kinds(module=(module, str), device_type=(device_type, str))
+        require_text(module=module, device_type=device_type)
         require_whole(1, gpus_per_node=gpus_per_node)
         parameters = {}
         for (table,), shards in self.frame.sort("first_column", "first_row", "device").group_by(

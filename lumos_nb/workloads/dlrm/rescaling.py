@@ -162,7 +162,7 @@ def _lookup_ratio(
     """How many times as long lookups take, forward and backward."""
     if tables is None:
         return to / batch, to / batch
-    model = lookups or PhysicalLookup.of_sheet(gpu)
+    model = PhysicalLookup.of_sheet(gpu) if lookups is None else lookups
     frames = [complete_tables(one) for one in (tables, tables if to_tables is None else to_tables)]
     if frames[0]["dim"].to_list() != frames[1]["dim"].to_list():
         raise InputError(

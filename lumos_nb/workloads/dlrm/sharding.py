@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.display import format_bytes, format_ns
 from lumos_nb.embedding_tables import complete_tables
-from lumos_nb.errors import InputError, LayoutError, require_kinds, require_whole, shown
+from lumos_nb.errors import InputError, LayoutError, is_number, is_word, items_of, require_kinds, require_whole, shown
 from lumos_nb.layout import Cluster
 from lumos_nb.workloads.dlrm.grid_search import GridSearch, Loads
 from lumos_nb.workloads.dlrm.heuristics import HEURISTICS, placement
@@ -121,12 +121,12 @@ def shard(
     require_kinds(cluster=(cluster, Cluster), costs=(costs, ShardingCosts))
     _require_numbers(beam, candidates, rounds, caps, seed)
     frame, memory = complete_tables(tables), memory_of(cluster, costs, memory_bytes)
-    _require(frame, splits, optimizer, memory, objective)
+    allowed = _require(frame, splits, optimizer, memory, objective)
     made: dict[str, Plan] = {}
     for some in (costs, *([replace(costs, exchange=HiddenExchange(costs.exchange))] if objective else [])):
         pieces = Pieces.of(frame, some, optimizer)
         grid = GridSearch(pieces, some, memory, np.array([*np.linspace(1.0, 1.5, caps), np.inf]))
-        search = _Search(frame, grid, frozenset(splits), candidates)
+        search = _Search(frame, grid, allowed, candidates)
         states = [*search.beam_search(beam, rounds), *search.by_rules(seed)]
         for plan in search.plans(states, optimizer, every=objective is not None):
             made[plan.frame.write_csv()] = costs.price(plan)
@@ -143,18 +143,21 @@ def _require_numbers(beam: int, candidates: int, rounds: int, caps: int, seed: i
 def _asked(objective: Callable[[Plan], float], plan: Plan) -> float:
     """What an objective says of a plan: a number, or InputError."""
     said: object = objective(plan)
-    if not isinstance(said, int | float | np.number) or math.isnan(said):
+    endless = isinstance(said, float | np.floating) and math.isinf(said)
+    if not (endless or is_number(said)):
         raise InputError(f"the objective gave {shown(said)} for a plan; it must give a number, the less the better.")
-    return float(said)
+    return float(said)  # type: ignore[arg-type]
 
 
-def _require(frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory: Floats, objective: object) -> None:
-    """Raise LayoutError for a split that is none, and for tables that are none or that all devices have no room for."""
+def _require(
+    frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory: Floats, objective: object
+) -> frozenset[str]:
+    """The splits; LayoutError for one that is none, and for tables that are none or find no room."""
     if not (objective is None or callable(objective)):
         raise InputError(f"objective is {shown(objective)}; give a function of a plan.")
-    require_kinds(splits=(splits, Collection))
-    if unknown := [split for split in splits if split not in SPLITS]:
-        raise LayoutError(f"splits has {', '.join(map(str, unknown))}; give some of {', '.join(SPLITS)}.")
+    asked = items_of("splits", splits, f"a list, of {', '.join(SPLITS)}")
+    if unknown := [split for split in asked if not is_word(split, SPLITS)]:
+        raise LayoutError(f"splits has {', '.join(map(shown, unknown))}; give some of {', '.join(SPLITS)}.")
     if not frame.height:
         raise LayoutError("there is no table: give a row a table.")
     held = shard_bytes(frame["rows"].to_numpy(), frame["dim"].to_numpy(), element_bytes(frame), optimizer)
@@ -164,6 +167,7 @@ def _require(frame: pl.DataFrame, splits: Sequence[str], optimizer: str, memory:
             f"table {frame['table'][int(held.argmax())]!r} ({format_bytes(held.max())}, with {optimizer}) "
             "finds no room."
         )
+    return frozenset(asked)
 
 
 def memory_of(cluster: Cluster, costs: ShardingCosts, memory_bytes: float | Sequence[float] | None) -> Floats:

@@ -28,6 +28,7 @@ from lumos_nb.errors import (
     LayoutError,
     is_number,
     require_kinds,
+    require_number,
     require_whole,
     shown,
 )
@@ -191,11 +192,11 @@ class ShardingCosts(Shown):
         LayoutError
             There are no samples, or there is not one positive speed for each device.
         """
-        require_kinds(cluster=(cluster, Cluster))
+        require_kinds(cluster=(cluster, Cluster), calibration=(calibration, Calibration | None))
         require_whole(0, batch=batch)
         if not hasattr(lookup, "parts"):
             raise InputError(f"lookup is {shown(lookup)}; give a model of them: PhysicalLookup, LookupNet.")
-        found = calibration or load_calibration(cluster.gpu_sheet.name)
+        found = load_calibration(cluster.gpu_sheet.name) if calibration is None else calibration
         if found.collectives is None:
             raise CalibrationError(f"the calibration {found.name} has no collectives: give one that has.")
         if not batch >= cluster.gpus:
@@ -223,7 +224,8 @@ class ShardingCosts(Shown):
         LayoutError
             A table has no finite price; the message names it.
         """
-        parts = self.lookup.parts(tables, max(round(self.batch * batch_share), 1))
+        require_number(0, batch_share=batch_share)
+        parts = self.lookup.parts(tables, max(round(self.batch * float(batch_share)), 1))
         finite = np.isfinite(parts).all(axis=1) & np.isfinite(self.lookup.of_sums(parts)).all(axis=1)
         if not finite.all():
             name = tables["table"][int(np.argmin(finite))]

@@ -94,7 +94,7 @@ def estimate_dlrm_row(
         cluster = cluster_of(reader, reader.count("num_gpus"))
         train = DlrmTraining(global_batch=reader.count("global_batch"), **USUAL)
         prices = prices_of(cluster, calibration)
-        lookup = lookups or PhysicalLookup.of_sheet(cluster.gpu_sheet)
+        lookup = PhysicalLookup.of_sheet(cluster.gpu_sheet) if lookups is None else lookups
         train.local_batch(cluster.gpus)
         costs = ShardingCosts.of(lookup, cluster, train.global_batch, calibration=prices)
         within_nodes = str(cells.get("sharding_plan", "")).startswith("hier") and cluster.nodes > 1

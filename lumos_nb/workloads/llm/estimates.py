@@ -187,7 +187,7 @@ def estimate(
     True
     """
     require_kinds(model=(model, Transformer), layout=(layout, Parallelism), train=(train, Training))
-    require_kinds(cluster=(cluster, Cluster), surcharges=(surcharges or Surcharges(), Surcharges))
+    require_kinds(cluster=(cluster, Cluster), surcharges=(surcharges, Surcharges | None))
     priced_step = PricedStep.of(model, layout, train, cluster, prices_of(cluster, calibration))
     return priced_step.estimate(bundled().every if surcharges is None else surcharges)
 

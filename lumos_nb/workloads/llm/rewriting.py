@@ -20,6 +20,7 @@ from lumos_nb.errors import InputError, require_kinds, shown
 from lumos_nb.graph import Graph
 from lumos_nb.layout import SIZE_OF, Cluster, Parallelism, Training, check
 from lumos_nb.repairs import REPORT
+from lumos_nb.schema import require
 from lumos_nb.traces.run import Run
 from lumos_nb.transformer import Transformer
 from lumos_nb.workloads.llm.estimates import refuse_endless
@@ -121,16 +122,16 @@ def rewrite(
     >>> wide = rewrite(build_graph(run), hidden=256, ffn=1024)
     >>> replay(wide).step_ns
     """
-    _require(of, cluster, onto)
+    _require(graph, run, of, cluster, onto)
     base, current, was, parts = _start(graph, of)
     structure = find_structure(base)
-    parts = _parts(base, run or base.run, needed=of is None) if parts is None else parts
+    parts = _parts(base, base.run if run is None else run, needed=of is None) if parts is None else parts
     placed = _placed(parts, structure, base)
     was = was or read_setup(base, structure, placed)
     target, ignored = _target(current or was, to, model, train, sizes)
     layers, count = max(was[0].layers, 1), max(was[2].micro_batches(was[1]), 1)
     refuse_endless(*target, ops_of_a_layer=len(base.ops) / (layers * count))
-    seen = isinstance(graph, Rewritten) or run or base.run
+    seen = isinstance(graph, Rewritten) or run is not None or base.run is not None
     edit = _Edit(base, structure, placed, was, target, calibration, cluster, onto, blind=not seen)
     made = edit.graph()
     if ignored:
@@ -143,12 +144,13 @@ def rewrite(
     )  # fmt: skip
 
 
-def _require(of: object, cluster: object, onto: object) -> None:
+def _require(graph: object, run: object, of: object, cluster: object, onto: object) -> None:
     """Raise InputError for what is of another kind than it should be."""
+    require(graph, "edges")
+    if run is not None:
+        require(run, "events")
     require_setup(of)
-    for name, given in (("cluster", cluster), ("onto", onto)):
-        if given is not None:
-            require_kinds(**{name: (given, Cluster)})
+    require_kinds(cluster=(cluster, Cluster | None), onto=(onto, Cluster | None))
 
 
 def _start(graph: Graph, of: Setup | None) -> tuple[Graph, Setup | None, Setup | None, pl.DataFrame | None]:
@@ -241,7 +243,7 @@ def calibration_of(graph: Graph, given: Calibration | str | None) -> Calibration
                 f"give calibration=, the name of the GPU that was traced: the run names {', '.join(gpus) or 'none'}."
             )
         given = str(gpus[0])
-    return load_calibration(given or "cpu")
+    return load_calibration("cpu" if given is None else given)
 
 
 @dataclass
@@ -335,7 +337,7 @@ class _Edit:
 
     def _prices(self, cluster: Cluster | None = None) -> Prices:
         """Of collectives, on this cluster or the one where it ran."""
-        cluster = cluster or self.cluster
+        cluster = self.cluster if cluster is None else cluster
         if cluster is None:
             if self.base.ops["device"].is_not_null().any():
                 raise InputError("give cluster=Cluster(...), over which communication is to be timed.")

@@ -195,7 +195,7 @@ def _require(
 ) -> None:  # fmt: skip
     """Raise InputError for the first argument that is of another kind than it should be."""
     require_kinds(model=(model, Transformer), cluster=(cluster, Cluster), train=(train, Training))
-    require_kinds(surcharges=(surcharges or Surcharges(), Surcharges))
+    require_kinds(surcharges=(surcharges, Surcharges | None))
     require_whole(0, 2**31 - 1, keep=keep)
     if not is_number(spare, 0, math.nextafter(1, 0)):
         raise InputError(f"spare={shown(spare)}: give the share of memory to leave free, from 0 to below 1.")
@@ -225,13 +225,13 @@ def _with_memory(
     used, stage = peaks(model, train, could)
     memory = could.select("row", memory_bytes=pl.Series(used), memory_stage=pl.Series(stage))
     has = cluster.gpu_sheet.memory_bytes
-    of = format_bytes(has) + (f", of which {spare:.0%} are to stay free" if spare else "")
+    of = format_bytes(has) + (f", of which {float(spare):.0%} are to stay free" if spare else "")
     needs = pl.format(
         f"memory: pipeline rank {{}} needs {{}} GB of {of}; cut further, recompute or spread more.",
         "memory_stage",
         (pl.col("memory_bytes") / 1e9).round(1),
     )
-    over = pl.col("memory_bytes") > has * (1 - spare)
+    over = pl.col("memory_bytes") > has * (1 - float(spare))
     frame = numbered.join(memory, on="row", how="left", maintain_order="left").drop("row")
     frame = frame.with_columns(why_not=pl.when(over).then(needs).otherwise("why_not"))
     return frame.with_columns(feasible=pl.col("why_not").is_null())
