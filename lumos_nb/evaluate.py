@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import polars as pl
@@ -11,6 +13,7 @@ import polars as pl
 from lumos_nb.costs.host import Pool, with_families
 from lumos_nb.critical_path import replay, sweep
 from lumos_nb.errors import GraphError, items_of
+from lumos_nb.executors import spread
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.lanes import ABSENT
 from lumos_nb.partition import breakdown
@@ -135,7 +138,9 @@ def without_rules(graph: Graph, *dropped: str) -> Graph:
     return replace(graph, edges=graph.edges.filter(~pl.col("rule").is_in(dropped)))
 
 
-def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.DataFrame:
+def mechanistic(
+    run: Run | Recording, steps: Sequence[int] | None = None, *, executor: Executor | str | None = None
+) -> pl.DataFrame:
     """Predict each step from its own computation and the other steps' launch latencies, host gaps, waits and transfers.
 
     Parameters
@@ -144,6 +149,8 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
         A run with at least two steps whose beginning is known.
     steps
         The steps to predict and to pool; None takes all but the first profiled one, which holds one-off costs.
+    executor
+        Builds and predicts a step each, as in `executors.spread`.
 
     Returns
     -------
@@ -158,13 +165,17 @@ def mechanistic(run: Run | Recording, steps: Sequence[int] | None = None) -> pl.
     recording = run if isinstance(run, Recording) else Recording.of(run)
     times = recording.step_times()
     chosen = chosen_steps(recording, steps, least=2)
-    measured = _measured(times)
-    rows = []
-    for before, own, others in leave_one_out(recording, chosen):
-        costs = PooledCosts.of(others.values())
-        given = with_pooled_costs(own, costs, absent_given=True)
-        rows.append(_scored(with_pooled_costs(own, costs), given, measured[own.step], measured[before]))
-    return pl.DataFrame(rows)
+    own = dict(zip(chosen, spread(executor, partial(build_graph, recording), chosen), strict=True))
+    return pl.DataFrame([*spread(executor, partial(_predicted, recording, own, _measured(times)), chosen)])
+
+
+def _predicted(
+    recording: Recording, own: Mapping[int, Graph], measured: Mapping[int, int], step: int
+) -> dict[str, object]:
+    """A row of `mechanistic`."""
+    costs = PooledCosts.of(left_out(recording, own, step).values())
+    given = with_pooled_costs(own[step], costs, absent_given=True)
+    return _scored(with_pooled_costs(own[step], costs), given, measured[step], measured[before(step, [*own])])
 
 
 def chosen_steps(recording: Recording, steps: Sequence[int] | None, *, least: int) -> list[int]:
@@ -177,14 +188,24 @@ def chosen_steps(recording: Recording, steps: Sequence[int] | None, *, least: in
 
 
 def leave_one_out(recording: Recording, steps: Sequence[int]) -> Iterator[tuple[int, Graph, dict[int, Graph]]]:
-    """Each step: the one before it (after the first), its graph, and the others' graphs, which know nothing of it."""
+    """Each step: the one `before` it, its graph, and the others' graphs, which know nothing of it (`left_out`)."""
     own = {step: build_graph(recording, step) for step in steps}
+    for step in steps:
+        yield before(step, steps), own[step], left_out(recording, own, step)
+
+
+def before(step: int, steps: Sequence[int]) -> int:
+    """The one of some steps before one of them; of the first the next."""
+    place = steps.index(step)
+    return steps[place - 1] if place else steps[1]
+
+
+def left_out(recording: Recording, own: Mapping[int, Graph], step: int) -> dict[int, Graph]:
+    """The graphs of some steps but for one, of which they know nothing."""
     # Only waits that the trace does not name are told by other steps, so only they make a graph depend on `unseen`.
     told = any((graph.edges["evidence"] == "time").any() for graph in own.values())
-    for place, step in enumerate(steps):
-        rest = [other for other in steps if other != step]
-        others = {o: build_graph(recording, o, unseen=step) if told else own[o] for o in rest}
-        yield steps[place - 1] if place else steps[1], own[step], others
+    others = {other: graph for other, graph in own.items() if other != step}
+    return {other: build_graph(recording, other, unseen=step) for other in others} if told else others
 
 
 def _measured(times: pl.DataFrame) -> dict[int, int]:

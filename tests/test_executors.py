@@ -91,12 +91,14 @@ def refusing(number: int) -> int:
     raise InputError(f"{number} is not taken.")
 
 
-def test_a_run_a_sweep_and_a_search_are_the_same_as_here(pool: Executor, tmp_path: Path) -> None:
+def test_a_run_its_prediction_a_sweep_and_a_search_are_the_same_as_here(pool: Executor, tmp_path: Path) -> None:
     path = ln.datasets.path("gpt-ddp")
     here, there = ln.load_run(path, cache=False), ln.load_run(path, executor=pool, cache=False)
     assert there.events.equals(here.events)
     assert there.report.equals(here.report)
-    graph = ln.build_graph(there, step=3)
+    recording = Recording.of(there)
+    assert ln.mechanistic(recording, [3, 4, 5], executor=pool).equals(ln.mechanistic(recording, [3, 4, 5]))
+    graph = ln.build_graph(recording, step=3)
     assert ln.sweep(graph, SCENARIOS, executor=pool, block=64).equals(ln.sweep(graph, SCENARIOS))
     cluster = ln.Cluster(gpu="H100-SXM-80GB", inside="NVLink4 NVSwitch")
     asked = (ln.Transformer.named("llama-3-8b"), cluster, ln.Training(micro_batch=1, global_batch=16, seq=2048))
