@@ -30,7 +30,7 @@ from lumos_nb.traces.trace import Trace
 from lumos_nb.waits import identify, sync_records
 from lumos_nb.whole_files import told
 
-_MATCHED_BY = ("op_id", "rank", "step", "kind", "collective", "group", "group_size", "comm_seq", "peer")
+_MATCHED_BY = ("op_id", "rank", "step", "device", "kind", "collective", "group", "group_size", "comm_seq", "peer")
 _TIMES = ("launch_ns", "start_ns", "dur_ns")
 
 
