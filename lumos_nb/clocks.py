@@ -153,10 +153,11 @@ def _number_from_end(part: pl.DataFrame) -> pl.DataFrame:
         shifts = _likely_shifts(table["step"], reference["step"])
         shift = shifts[0] if len(shifts) == 1 else _tail_shift(table["end_ns"].to_numpy()[::-1], anchor, shifts)
         out.append(table.with_columns(number=-(pl.int_range(pl.len(), 0, -1, dtype=pl.Int64) - 1) - shift))
-    # What has no step was launched before its rank's first one.
-    told = pl.col("step").max().over("number")
-    before = pl.when(told < pl.col("step").min().over("rank")).then(told)
-    return pl.concat(out).with_columns(in_step=pl.coalesce("step", before))
+    # Without its launch the step is not known: that of the work before it on its lane, or one before the window.
+    step, launched = pl.col("step"), pl.col("launch_ns").is_not_null()
+    told = step.filter(launched).max().over("number")
+    may_be = pl.when(step.is_null()).then(told < step.min().over("rank")).otherwise(~launched & (told > step))
+    return pl.concat(out).with_columns(in_step=pl.when(may_be).then(told).otherwise(step))
 
 
 def _in_order(comm: pl.DataFrame) -> pl.DataFrame:
