@@ -113,8 +113,8 @@ def _empty_at(runs: pl.DataFrame, issues: pl.DataFrame) -> pl.DataFrame:
     It is empty if as many have begun to run as were issued, or more: some were issued before the window.
     """
     key = ["rank", "queue"]
-    begun = pl.int_range(1, pl.len() + 1).over(key)
-    begun = runs.select(*key, "start_ns", begun=begun, busy_ns=_END.cum_max().over(key))
+    nth = pl.int_range(1, pl.len() + 1).over(key)
+    begun = runs.select(*key, "start_ns", begun=nth, busy_ns=_END.cum_max().over(key))
     # What begins in the same ns as an issue may be its own, or what ended in it made room for.
     found = issues.join_asof(begun, on="start_ns", by=key, allow_exact_matches=False, check_sortedness=False)
     idle = found.filter((pl.col("busy_ns") < pl.col("start_ns")) | pl.col("busy_ns").is_null())
