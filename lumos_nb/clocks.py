@@ -85,13 +85,14 @@ def shift_device_clocks(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
     """Add `match`: the number of the collective that each comm op takes part in, equal on all its ranks.
 
-    By group and sequence number where the trace has them; else by group and type in the order of their launches, which
-    is one on all ranks, counted from the end of each rank's window, since ranks lose different numbers at its start.
-    How many a rank lost at its end is what its steps lack; where they do not say, it is shifted until the ends of its
-    collectives keep the steadiest distance from those of the rank that has most. Messages that name neither number
+    By group and sequence number where the trace has them; else by group, type and whether a device runs them, in the
+    order of their launches, which is one on all ranks, counted from the end of each rank's window, since ranks lose
+    different numbers at its start. How many a rank lost at its end is what its steps lack; where they do not say, it
+    is shifted until the ends of its collectives keep the steadiest distance from those of the rank that has most; what
+    then stands in different steps does not match. Messages that name neither number
     nor peer match where only two ranks can have exchanged them.
     """
-    about, times = ("op_id", "rank", "step", "collective", "group"), ("launch_ns", "start_ns", "dur_ns")
+    about, times = ("op_id", "rank", "step", "device", "collective", "group"), ("launch_ns", "start_ns", "dur_ns")
     columns = (*about, "group_size", "comm_seq", "peer", *times)
     comm = _with_peers(ops.select("kind", *columns).filter(pl.col("kind") == "comm"))
     comm = comm.with_columns(end_ns=pl.col("start_ns") + pl.col("dur_ns"), number=pl.lit(None, pl.Int64))
@@ -103,8 +104,10 @@ def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
         pl.when(sends).then(one).otherwise(other).cast(pl.String) for one, other in (("rank", "peer"), ("peer", "rank"))
     )
     comm = comm.with_columns(kind=pl.when(message).then("message " + source + "->" + sink).otherwise("collective"))
+    on_device = pl.col("device").is_not_null()  # no rank meets others on a device that are on their hosts
+    comm = comm.with_columns(on_device=on_device, in_step=pl.lit(None, pl.Int32))
     numbered = []
-    for part in comm.partition_by("group", "kind", maintain_order=True):
+    for part in comm.partition_by("group", "kind", "on_device", maintain_order=True):
         if part["comm_seq"].null_count() == 0:
             numbered.append(part.with_columns(number="comm_seq"))
         else:
@@ -112,7 +115,7 @@ def match_collectives(ops: pl.DataFrame) -> pl.DataFrame:
     if not numbered:
         return ops.with_columns(match=pl.lit(None, pl.Int64))
     table = pl.concat(numbered)
-    key = pl.struct(pl.col("group").fill_null(""), "kind", "number")
+    key = pl.struct(pl.col("group").fill_null(""), "kind", "on_device", "number", "in_step")
     table = table.with_columns(match=key.rank("dense").cast(pl.Int64))
     return ops.join(table.select("op_id", "match"), on="op_id", how="left", maintain_order="left")
 
@@ -141,36 +144,57 @@ def _with_peers(comm: pl.DataFrame) -> pl.DataFrame:
 
 
 def _number_from_end(part: pl.DataFrame) -> pl.DataFrame:
-    order = ["launch_ns", "end_ns"] if part["launch_ns"].null_count() == 0 else ["end_ns"]
-    by_rank = {int(p["rank"][0]): p.sort(order) for p in part.partition_by("rank", maintain_order=True)}
+    by_rank = {int(p["rank"][0]): _in_order(p) for p in part.partition_by("rank", maintain_order=True)}
     reference = max(by_rank.values(), key=lambda p: (p.height, -int(p["rank"][0])))
     anchor = reference["end_ns"].to_numpy()[::-1]
     out = []
-    steps = part.group_by("rank", "step").agg(number=pl.len()).partition_by("rank", as_dict=True)
-    for rank, table in by_rank.items():
-        shift = _lost_steps(steps[rank,], steps[reference["rank"][0],])
-        if shift is None:
-            shift = _tail_shift(table["end_ns"].to_numpy()[::-1], anchor)
+    for table in by_rank.values():
+        shifts = _likely_shifts(table["step"], reference["step"])
+        shift = shifts[0] if len(shifts) == 1 else _tail_shift(table["end_ns"].to_numpy()[::-1], anchor, shifts)
         out.append(table.with_columns(number=-(pl.int_range(pl.len(), 0, -1, dtype=pl.Int64) - 1) - shift))
-    return pl.concat(out)
+    # Without its launch the step is not known: that of the work before it on its lane, or one before the window.
+    step, launched = pl.col("step"), pl.col("launch_ns").is_not_null()
+    told = step.filter(launched).max().over("number")
+    may_be = pl.when(step.is_null()).then(told < step.min().over("rank")).otherwise(~launched & (told > step))
+    return pl.concat(out).with_columns(in_step=pl.when(may_be).then(told).otherwise(step))
 
 
-def _lost_steps(own: pl.DataFrame, reference: pl.DataFrame) -> int | None:
-    """How many more collectives than another rank this one lost at its end, if both have the same `number` a `step`.
+def _in_order(comm: pl.DataFrame) -> pl.DataFrame:
+    """Communication ops of a rank in the order of their launches; a lost launch was no later than the next one."""
+    comm = comm.sort("start_ns", "end_ns")
+    launched_ns = pl.min_horizontal("start_ns", pl.col("launch_ns").backward_fill())
+    return comm.sort(pl.coalesce("launch_ns", launched_ns), maintain_order=True)
 
-    The first and the last step that they share may be cut off.
+
+def _likely_shifts(own: pl.Series, reference: pl.Series) -> list[int]:
+    """How many more collectives than another rank one may have lost at its end: where most are of the same step.
+
+    The steps of both are in their order; null is not known. Few losses come first, and all of them where steps say
+    nothing.
     """
-    shared = own.join(reference, on="step").sort("step")[1:-1]
-    if shared.is_empty() or (shared["number"] != shared["number_right"]).any():
-        return None
-    after = pl.col("step") > shared["step"][-1]
-    return int(reference.filter(after)["number"].sum()) - int(own.filter(after)["number"].sum())
+    few = sorted(range(-MAX_EDGE_LOSS, MAX_EDGE_LOSS + 1), key=abs)
+    if pl.concat([own, reference]).drop_nulls().n_unique() < 2:
+        return few
+    ours, theirs = (steps.reverse().fill_null(UNKNOWN).to_numpy() for steps in (own, reference))
+    lost = {int((theirs > step).sum() - (ours > step).sum()) for step in np.intersect1d(ours, theirs)}
+    shifts = [*few, *sorted(lost.difference(few), key=abs)]
+    agreed = []
+    for shift in shifts:
+        here, there = ours[max(-shift, 0) :], theirs[max(shift, 0) :]
+        n = min(here.size, there.size)
+        known = (here[:n] != UNKNOWN) & (there[:n] != UNKNOWN)
+        agreed.append(int(np.where(here[:n] == there[:n], 1, -1)[known].sum()))
+    return [shift for shift, n in zip(shifts, agreed, strict=True) if n == max(agreed)]
 
 
-def _tail_shift(ends: NDArray[np.int64], anchor: NDArray[np.int64]) -> int:
-    """How many more collectives than `anchor`'s rank this one lost at its end; both arrays are latest first."""
-    best, best_spread = 0, np.inf
-    for shift in sorted(range(-MAX_EDGE_LOSS, MAX_EDGE_LOSS + 1), key=abs):
+UNKNOWN = -(2**31)
+"""In place of a step that is not known."""
+
+
+def _tail_shift(ends: NDArray[np.int64], anchor: NDArray[np.int64], shifts: list[int]) -> int:
+    """Of these the one at which the ends keep the steadiest distance from `anchor`; both arrays are latest first."""
+    best, best_spread = shifts[0], np.inf
+    for shift in shifts:
         ours, theirs = (ends, anchor[shift:]) if shift >= 0 else (ends[-shift:], anchor)
         n = min(ours.size, theirs.size)
         if n < max(1, min(ends.size, anchor.size) - MAX_EDGE_LOSS):

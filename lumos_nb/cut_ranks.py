@@ -39,19 +39,8 @@ from lumos_nb.traces.trace import Trace
 from lumos_nb.waits import identify, sync_records
 from lumos_nb.whole_files import told, write_parquet
 
-_MATCHED_BY = (
-    "op_id",
-    "rank",
-    "step",
-    "device",
-    "kind",
-    "collective",
-    "group",
-    "group_size",
-    "comm_seq",
-    "comm_bytes",
-    "peer",
-)
+_OF_WORK = ("op_id", "rank", "step", "device", "kind")
+_OF_COMM = ("collective", "group", "group_size", "comm_seq", "comm_bytes", "peer")
 _TIMES = ("launch_ns", "start_ns", "dur_ns")
 
 
@@ -153,7 +142,7 @@ def _cut(events: pl.DataFrame, own: int, files: Path, profiles: pl.DataFrame | N
     on_device = ops["device"].null_count() < ops.height
     cut = Cut(
         own, extent, files, ops.height, on_device, every, profiles, marks["step"].unique().to_list(),
-        ops.filter(pl.col("kind") == "comm").select(*_MATCHED_BY, *_TIMES),
+        ops.filter(pl.col("kind") == "comm").select(*_OF_WORK, *_OF_COMM, *_TIMES),
         hidden.longest(ops), pl.concat([left_out, odd, shifts]),
     )  # fmt: skip
     _write(ops, cut.path)

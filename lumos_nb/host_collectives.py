@@ -18,29 +18,34 @@ LEAST_WAIT_NS = 20_000
 """Gaps of less are what Python takes between two operators, whatever ends meanwhile."""
 
 
-def executed(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
-    """Collectives that CPU threads execute, each with the labelled call, or the operator, that issued it.
+RUNS_AS = {"reduce_scatter": "all_reduce"}
+"""Collectives that gloo executes under another name: both wait in one queue."""
 
-    An execution names no call, so the last execution of a type belongs to the last issue of that type, and so on back.
-    """
+
+def executed(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
+    """Collectives that CPU threads execute, each with the labelled call, or the operator, that issued it."""
     name = pl.col("name")
-    from_end = pl.int_range(pl.len(), 0, -1).over("rank", "collective")
     runs = events.filter(pl.col("category") == "user_annotation").filter(name.str.contains(HOST_COMM))
-    runs = runs.sort("start_ns", "event_id")
-    runs = runs.with_columns(collective=classify(name, COMM_TYPES)).with_columns(from_end=from_end)
+    runs = runs.with_columns(ran=classify(name, COMM_TYPES)).with_columns(queue=pl.col("ran").replace(RUNS_AS))
     label, issuer = pl.col("label"), pl.col("call_name").str.contains(COMM_ISSUE)
-    issues = host.filter((pl.col("call") == "launch") & (label.str.contains(COMM_LABEL) | issuer)).sort("start_ns")
+    issues = host.filter((pl.col("call") == "launch") & (label.str.contains(COMM_LABEL) | issuer))
     issues = issues.select(
         "rank",
         "correlation",
-        collective=pl.coalesce(label.str.extract(COMM_LABEL, 2), classify(pl.col("call_name"), COMM_TYPES)),
+        "start_ns",
+        issued=pl.coalesce(label.str.extract(COMM_LABEL, 2), classify(pl.col("call_name"), COMM_TYPES)),
         group=label.str.extract(COMM_LABEL, 3),
         comm_seq=label.str.extract(COMM_LABEL, 4).cast(pl.Int64, strict=False),
         comm_bytes=label.str.extract(COMM_LABEL, 5).cast(pl.Int64, strict=False),
         peer=label.str.extract(COMM_LABEL, 7).cast(pl.Int32, strict=False),
-    ).with_columns(from_end=from_end)
-    paired = runs.drop("correlation").join(issues, on=["rank", "collective", "from_end"], how="left")
-    p2p = pl.col("collective").is_in(["send", "recv"])
+    ).with_columns(queue=pl.col("issued").replace(RUNS_AS))
+    runs, issues = _in_turn(runs.drop("correlation"), issues)
+    paired = runs.join(issues, on=["rank", "queue", "nth"], how="left", maintain_order="left")
+    paired = paired.with_columns(collective=pl.coalesce("issued", "ran"))
+    message = pl.col("collective").is_in(["send", "recv"])
+    lane = pl.when(message).then(pl.format("net:{}:{}", "collective", pl.col("peer").fill_null(-1)))
+    paired = paired.with_columns(lane=lane.otherwise(pl.format("cpu:{}", "thread")), beside=message)
+    paired = paired.with_columns(beside=_beside(paired))
     return paired.select(
         "rank",
         "event_id",
@@ -55,10 +60,70 @@ def executed(events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
         "peer",
         own_args="args",
         kind=pl.lit("comm"),
-        lane=pl.when(p2p)
-        .then(pl.format("net:{}:{}", "collective", pl.col("peer").fill_null(-1)))
-        .otherwise(pl.format("cpu:{}", "thread")),
+        lane=pl.when(pl.col("beside") > 0).then(pl.format("{}:{}", "lane", "beside")).otherwise("lane"),
     )
+
+
+def _beside(paired: pl.DataFrame) -> pl.Series:
+    """Beside how many others of its lane, still under way, each message begins: these do not wait for each other."""
+    under_way: dict[tuple[int, str], list[int]] = {}
+    found = []
+    columns = paired.select("rank", "lane", "beside", "start_ns", end_ns=_END)
+    for rank, lane, message, start_ns, end_ns in columns.iter_rows():
+        ends = under_way.setdefault((rank, lane), []) if message else [start_ns]
+        at = next((at for at, until_ns in enumerate(ends) if until_ns <= start_ns), len(ends))
+        ends[at : at + 1] = [end_ns]
+        found.append(at)
+    return pl.Series(found, dtype=pl.Int64)
+
+
+def _in_turn(runs: pl.DataFrame, issues: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Both in the order of time, with `nth`: equal for an execution and its issue, of one rank and queue.
+
+    An execution names no call. A queue is first in, first out, and nothing runs before it was issued. Where an issue
+    finds its queue empty, it and what runs later begin anew (`_empty_at`): what is missing on one side moves nothing
+    elsewhere. Between two such executions are paired from the first on where there are enough of them, else from the
+    last: then some issues are no collectives of the host, or ended after the window.
+    """
+    key = ["rank", "queue"]
+    issues = issues.sort("start_ns", maintain_order=True).with_columns(nth=pl.int_range(1, pl.len() + 1).over(key))
+    runs = runs.sort("start_ns", "event_id")
+    last, begins = issues.select(*key, "start_ns", last="nth"), _empty_at(runs, issues)
+    for table in (last, begins):
+        runs = runs.join_asof(table, on="start_ns", by=key, check_sortedness=False)
+    block = [*key, "first"]
+    until = pl.col("last").max().over(block)
+    enough = pl.col("first").is_not_null() & (pl.len().over(block) > until - pl.col("first"))
+    place = pl.int_range(1, pl.len() + 1).over(block)
+    # How many are served after each, where each takes one issue if one has begun that no other has.
+    begun = pl.col("last") - pl.col("first") + 1
+    served = place + pl.min_horizontal((begun - place).cum_min().over(block), 0)
+    takes = served > served.shift(1, fill_value=0).over(block)
+    from_first = pl.when(takes).then(served + pl.col("first") - 1)
+    from_end = pl.len().over(block) - place
+    from_last = (pl.col("last") + from_end).cum_min(reverse=True).over(block) - from_end
+    from_last = pl.when(from_last >= pl.col("first").fill_null(1)).then(from_last)
+    runs = runs.with_columns(nth=pl.when(enough).then(from_first).otherwise(from_last))
+    return runs.drop("last", "first"), issues.drop("start_ns")
+
+
+def _empty_at(runs: pl.DataFrame, issues: pl.DataFrame) -> pl.DataFrame:
+    """`start_ns`, `first` (its `nth`) of the issues that find their queue empty and none of its executions under way.
+
+    It is empty if as many have begun to run as were issued, or more: some were issued before the window.
+    """
+    key = ["rank", "queue"]
+    nth = pl.int_range(1, pl.len() + 1).over(key)
+    begun = runs.select(*key, "start_ns", begun=nth, busy_ns=_END.cum_max().over(key))
+    # What begins in the same ns as an issue may be its own, or what ended in it made room for.
+    found = issues.join_asof(begun, on="start_ns", by=key, allow_exact_matches=False, check_sortedness=False)
+    idle = found.filter((pl.col("busy_ns") < pl.col("start_ns")) | pl.col("busy_ns").is_null())
+    ahead = pl.col("begun").fill_null(0) - (pl.col("nth") - 1)
+    most = pl.max_horizontal(ahead.cum_max(), 0)
+    return idle.filter((ahead >= most).over(key)).select(*key, "start_ns", first="nth")
+
+
+_END = pl.col("start_ns") + pl.col("dur_ns")
 
 
 def with_waits(threads: pl.DataFrame, device: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:

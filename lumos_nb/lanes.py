@@ -83,8 +83,8 @@ def in_turn(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     A stream runs its work in order; where a trace shows an op before the end of the one before it (programmatic
     dependent launch, rounding, an event that stands there twice), what counts of it is what goes on after that end.
     """
-    work = ops.select("op_id", "rank", "lane", "device", "start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
-    work = work.filter(pl.col("device").is_not_null() & pl.col("lane").is_not_null()).sort("start_ns", "op_id")
+    work = ops.filter(ON_STREAM & pl.col("lane").is_not_null()).sort("start_ns", "op_id")
+    work = work.select("op_id", "rank", "lane", "start_ns", end_ns=pl.col("start_ns") + pl.col("dur_ns"))
     before_ns = pl.col("end_ns").cum_max().shift(1).over("rank", "lane")
     late = work.with_columns(from_ns=before_ns).filter(pl.col("start_ns") < pl.col("from_ns"))
     cut = late.with_columns(dur_ns=(pl.col("end_ns") - pl.col("from_ns")).clip(0))

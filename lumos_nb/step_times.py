@@ -44,8 +44,12 @@ class StepTimes:
             work.filter(pl.col("step").fill_null(step - 1) < step).group_by("rank").agg(at_ns=pl.col("end_ns").max())
         )
         ranks = work.group_by("rank").agg(pl.col("device").min()).sort("rank")
+        # No rank begins later than the step does, also one whose trace begins with it.
+        begin_ns = min(
+            (ns for ns in (self._begin_ns(step), earlier["at_ns"].max()) if isinstance(ns, int)), default=None
+        )
         return ranks.join(earlier, on="rank", how="left", maintain_order="left").with_columns(
-            pl.col("at_ns").fill_null(pl.lit(self._begin_ns(step), pl.Int64))
+            pl.col("at_ns").fill_null(pl.lit(begin_ns, pl.Int64))
         )
 
     def origin_ns(self, step: int) -> int:

@@ -139,13 +139,17 @@ def _by_lane(events: pl.DataFrame, layers: pl.DataFrame) -> tuple[pl.DataFrame, 
 def _unlabelled(work: pl.DataFrame) -> pl.Series:
     """Which operators issue a collective that CPU threads execute, without a label of the recorder around them.
 
-    Those that call the runtime of a device issue one there.
+    Those that call the runtime of a device issue one there, and those around another that issues are no issue of
+    their own.
     """
     labels = work.filter(labelled="launch").select("lane", "start_ns", until_ns="end_ns").sort("start_ns")
     is_call = pl.col("category").is_in(CALL_CATEGORIES)
     calls = work.filter(is_call).select("lane", "start_ns", call_ns="start_ns").sort("start_ns")
     issues = work.filter(pl.col("issues") & (pl.col("category") == "cpu_op"))
-    issues = issues.select("row", "lane", "start_ns", "end_ns").sort("start_ns")
+    issues = issues.select("row", "lane", "start_ns", "end_ns").sort("start_ns", -pl.col("end_ns"), maintain_order=True)
+    then_ns, until_ns = (pl.col(at).shift(-1).over("lane") for at in ("start_ns", "end_ns"))
+    holds = (then_ns < pl.col("end_ns")) & (until_ns <= pl.col("end_ns"))
+    issues = issues.filter(~holds.fill_null(value=False))
     issues = issues.join_asof(labels, on="start_ns", by="lane", check_sortedness=False)
     issues = issues.join_asof(calls, on="start_ns", by="lane", strategy="forward", check_sortedness=False)
     apart = (pl.col("end_ns") > pl.col("until_ns")) | pl.col("until_ns").is_null()

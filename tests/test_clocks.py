@@ -146,6 +146,60 @@ def test_types_do_not_match_each_other():
     assert all(len(pair) == 1 for pair in matched(match_collectives(ops_of(one, other))))
 
 
+def test_what_a_device_runs_does_not_match_what_hosts_run():
+    one, other = collectives(0, (1000, 2000)), collectives(1, (1000,))
+    other.annotation("gloo:all_reduce", 1900, 2000, thread=9)
+    pairs = matched(match_collectives(ops_of(one, other)))
+    assert sorted(tuple(pair) for pair in pairs) == [(0,), (0, 1), (1,)]
+
+
+def two_streams(rank: int, *, loses: bool = False) -> Trace:
+    """Each step issues a collective that ends second and one that ends first; a rank may lose a launch in each."""
+    trace = Trace(rank)
+    for step in range(1, 5):
+        s = 1000 * step
+        trace.step(step, s, s + 1000)
+        trace.launch("ncclKernel_AllReduce", (s + 100, s + 110), (s + 120, s + 900), stream=20)
+        if loses and step == 2:
+            trace.device("ncclKernel_AllReduce", s + 220, s + 300, stream=21)
+        else:
+            trace.launch("ncclKernel_AllReduce", (s + 200, s + 210), (s + 220, s + 300), stream=21)
+    return trace
+
+
+def test_a_lost_launch_leaves_the_order_of_the_others():
+    pairs = matched(match_collectives(ops_of(two_streams(0), two_streams(1, loses=True))))
+    assert len(pairs) == 8
+    assert all(pair[0] == pair[1] for pair in pairs)
+
+
+def in_steps(rank: int, steps: range, lost: int = 0) -> Trace:
+    """Three collectives a step at regular distances, the last `lost` of which are not there."""
+    trace = Trace(rank)
+    ends = [(step, 1000 * step + 300 * n) for step in steps for n in (1, 2, 3)]
+    for step in steps:
+        trace.step(step, 1000 * step, 1000 * step + 1000)
+    for _, end in ends[: len(ends) - lost]:
+        trace.launch("ncclKernel_AllReduce", (end - 200, end - 190), (end - 150, end), stream=20)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("own", "lost", "shared"),
+    [
+        pytest.param(range(1, 3), 0, 6, id="two steps"),
+        pytest.param(range(1, 3), 2, 4, id="two steps, of the last of which one is left"),
+        pytest.param(range(2, 4), 0, 3, id="a rank that begins and ends a step later"),
+        pytest.param(range(3, 9), 0, 0, id="no step that both have"),
+    ],
+)
+def test_collectives_match_in_the_same_step(own: range, lost: int, shared: int):
+    ops = match_collectives(ops_of(in_steps(0, range(1, 3)), in_steps(1, own, lost)))
+    pairs = [pair for pair in matched(ops) if len(pair) == 2]
+    assert len(pairs) == shared
+    assert all(pair[0] == pair[1] for pair in pairs)
+
+
 def message(trace: Trace, kind: str, peer: int, seq: int, start: float, end: float) -> None:
     words = f"{kind} group=0 seq={seq} bytes=64 dtype=float32 peer={peer}"
     trace.annotation(f"comm::{words}", start, start + 1)

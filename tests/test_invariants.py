@@ -17,7 +17,7 @@ from lumos_nb.errors import LumosError
 from lumos_nb.findings import parts_by_rank
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.traces.run import Run, load_run
-from tests.trace_builder import Trace, repeated, write_kineto
+from tests.trace_builder import ZERO_NS, Trace, recording_of, repeated, write_kineto
 
 
 @pytest.fixture(scope="module")
@@ -206,3 +206,14 @@ def test_negative_durations_are_refused(graph: Graph) -> None:
     ops = graph.ops.with_columns(dur_ns=pl.when(pl.col("op_id") == graph.ops["op_id"][3]).then(-1).otherwise("dur_ns"))
     with pytest.raises(LumosError, match="-1"):
         ln.replay(replace(graph, ops=ops))
+
+
+def test_a_rank_whose_trace_begins_with_a_step_leaves_the_step_its_length() -> None:
+    def body(trace: Trace, step: int, s: float) -> None:
+        trace.launch("kernel", (s + 500, s + 510), (s + 520, s + 900))
+
+    late = repeated(body, rank=1)
+    late.rows = [row for row in late.rows if row["start_ns"] >= ZERO_NS + 1_000_000]
+    recording = recording_of(repeated(lambda trace, step, s: body(trace, step, s - 200)), late)
+    for step, step_ns in recording.step_times().select("step", "step_ns").rows():
+        assert ln.replay(build_graph(recording, step)).step_ns == step_ns
