@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import polars as pl
 
 from lumos_nb.calls import BLOCKING_COPIES, HOST_COLLECTIVE
-from lumos_nb.repairs import counted
+from lumos_nb.repairs import counted, step_or_before
 from lumos_nb.schema import DEVICE_KINDS, EVIDENCE, OP_KINDS
 
 ROLES = ARRIVAL, ABSENT_PEERS, OWN, BLOCKED, WAIT_POINT, RECORD_POINT, DELAY, BACKLOG, ENGINE_RETURN = tuple(range(9))
@@ -390,12 +390,10 @@ def is_send() -> pl.Expr:
 
 def backlog_rows(work: pl.DataFrame, awaited: pl.Series, step: int, origin_ns: int) -> pl.DataFrame:
     """Device work of earlier steps that ended after `origin_ns` or that the step waits for (`awaited`, raw ids)."""
-    earlier = work.filter(pl.col("step").fill_null(step - 1) < step)
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    earlier = work.with_columns(ago=step - step_or_before(step)).filter(pl.col("ago") > 0)
     kept = earlier.filter((end_ns > origin_ns) | pl.col("op_id").is_in(awaited.drop_nulls().implode()))
-    kept = kept.with_columns(
-        to_ns=pl.max_horizontal(end_ns, pl.lit(origin_ns, pl.Int64)), ago=step - pl.col("step").fill_null(step - 1)
-    )
+    kept = kept.with_columns(to_ns=pl.max_horizontal(end_ns, pl.lit(origin_ns, pl.Int64)))
     return kept.with_columns(
         id=row_id("op_id", BACKLOG),
         kind=pl.lit("boundary", KINDS),

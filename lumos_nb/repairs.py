@@ -25,6 +25,11 @@ def unlaunched(ops: pl.DataFrame) -> pl.DataFrame:
     return counted(backlog.otherwise(pl.lit("launches lost")), rows.with_columns(time_ns="dur_ns"), detail)
 
 
+def step_or_before(step: int) -> pl.Expr:
+    """The step of work; of what was launched before the window that before its rank's first, or before `step`."""
+    return pl.coalesce("step", pl.col("step").min().over("rank") - 1, pl.lit(step - 1, pl.Int32))
+
+
 def unmarked() -> pl.DataFrame:
     """That the profiler marked no step."""
     detail = "the profiler marked no step (ProfilerStep#n), so the whole window is taken as step 0"

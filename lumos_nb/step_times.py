@@ -9,6 +9,7 @@ import polars as pl
 
 from lumos_nb.errors import GraphError, is_number, require_whole, shown
 from lumos_nb.lanes import ON_STREAM
+from lumos_nb.repairs import step_or_before
 
 
 def extents(ops: pl.DataFrame) -> pl.DataFrame:
@@ -40,9 +41,7 @@ class StepTimes:
         """As `Recording.rank_starts`."""
         require_whole(-(2**31), 2**31 - 1, step=step)
         work = self._ends()
-        earlier = (
-            work.filter(pl.col("step").fill_null(step - 1) < step).group_by("rank").agg(at_ns=pl.col("end_ns").max())
-        )
+        earlier = work.filter(step_or_before(step) < step).group_by("rank").agg(at_ns=pl.col("end_ns").max())
         ranks = work.group_by("rank").agg(pl.col("device").min()).sort("rank")
         # No rank begins later than the step does, also one whose trace begins with it.
         begin_ns = min(
@@ -64,7 +63,8 @@ class StepTimes:
     def measured(self) -> pl.DataFrame:
         """As `Recording.step_times`."""
         first = self.steps[0]
-        ends = self._ends().group_by(pl.col("step").fill_null(first - 1)).agg(pl.col("end_ns").max()).sort("step")
+        ends = self._ends().with_columns(step=step_or_before(first)).group_by("step").agg(pl.col("end_ns").max())
+        ends = ends.sort("step")
         if first - 1 not in ends["step"]:  # nothing was going on before: the first step begins with its first op
             start = pl.DataFrame({"step": [first - 1], "end_ns": [self._begin_ns(first)]}, schema=ends.schema)
             ends = pl.concat([start, ends.filter(pl.col("step") >= first)])

@@ -130,7 +130,9 @@ def _by_lane(events: pl.DataFrame, layers: pl.DataFrame) -> tuple[pl.DataFrame, 
     lanes = work.filter(pl.col("row") == pl.col("lane")).select("lane", "rank", "thread")
     work = work.with_columns(lane=pl.Series(np.searchsorted(lanes["lane"], work["lane"])))
     if words["executes"].any():
-        work = work.with_columns(call=pl.when(_unlabelled(work)).then(pl.lit("launch")).otherwise("call"))
+        ranks = work.filter(pl.col("name").is_in(words.filter("executes")["name"].implode()))["rank"].unique()
+        issues = pl.col("rank").is_in(ranks.implode()) & _unlabelled(work)
+        work = work.with_columns(call=pl.when(issues).then(pl.lit("launch")).otherwise("call"))
     calls = _sorted(work.filter(call.is_not_null()), "event_id")
     frames = _sorted(work.filter(call.is_null() & ~(is_call | pl.col("ignored"))), -pl.col("end_ns"))
     return _calls(calls, words), _Frames(frames, words, layers), lanes

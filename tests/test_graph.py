@@ -300,6 +300,21 @@ def test_kernels_launched_before_the_window_are_backlog():
     )  # fmt: skip
 
 
+def test_what_a_rank_did_before_its_later_window_is_no_work_of_before_the_first_step():
+    """Its device's work of then ended after others' first steps, which took no time or less."""
+    traces = Trace(0), Trace(1)
+    for trace, steps in zip(traces, ([1, 2, 3, 4], [3, 4]), strict=True):
+        for step in steps:
+            s = 1000 * step
+            trace.step(step, s, s + 990)
+            trace.launch("k", (s + 20, s + 24), (s + 300, s + 400))
+    traces[1].device("old", 2500, 2600)
+    recording = recording_of(*traces)
+    assert recording.step_times()["step_ns"].to_list() == [380_000, 1_200_000, 800_000, 1_000_000]
+    for step, measured_ns in recording.step_times().select("step", "step_ns").rows():
+        assert replay(build_graph(recording, step)).step_ns == measured_ns
+
+
 def test_a_kernel_without_a_launch_amid_the_window_is_an_orphan_of_its_neighbours_step():
     def body(trace: Trace, step: int, s: float) -> None:
         trace.launch("k", (s + 20, s + 24), (s + 30, s + 60))
