@@ -63,8 +63,10 @@ class StepTimes:
     def measured(self) -> pl.DataFrame:
         """As `Recording.step_times`."""
         first = self.steps[0]
-        ends = self._ends().with_columns(step=step_or_before(first)).group_by("step").agg(pl.col("end_ns").max())
-        ends = ends.sort("step")
+        # Of a rank whose window begins later it is not known to which step what it did before belongs.
+        work = self._ends().with_columns(step_or_before(first).alias("of"))
+        work = work.filter(pl.col("step").is_not_null() | (pl.col("of") < first))
+        ends = work.group_by(step="of").agg(pl.col("end_ns").max()).sort("step")
         if first - 1 not in ends["step"]:  # nothing was going on before: the first step begins with its first op
             start = pl.DataFrame({"step": [first - 1], "end_ns": [self._begin_ns(first)]}, schema=ends.schema)
             ends = pl.concat([start, ends.filter(pl.col("step") >= first)])
