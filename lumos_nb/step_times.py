@@ -33,15 +33,19 @@ class StepTimes:
     steps: tuple[int, ...]
 
     def _ends(self) -> pl.DataFrame:
-        """When the work ended that makes a step's end: on devices, or all where there is none."""
+        """When the work ended that makes the end of a step (`of`): on devices, or all where there is none."""
         on_device = self.extents.filter(pl.col("device_ops") > 0)
-        return on_device.with_columns(end_ns="device_end_ns") if on_device.height else self.extents
+        work = on_device.with_columns(end_ns="device_end_ns") if on_device.height else self.extents
+        # Of a rank whose window begins later than others' nobody knows to which step what it did before belongs.
+        first = self.steps[0]
+        work = work.with_columns(step_or_before(first).alias("of"))
+        return work.filter(pl.col("step").is_not_null() | (pl.col("of") < first))
 
     def rank_starts(self, step: int) -> pl.DataFrame:
         """As `Recording.rank_starts`."""
         require_whole(-(2**31), 2**31 - 1, step=step)
         work = self._ends()
-        earlier = work.filter(step_or_before(step) < step).group_by("rank").agg(at_ns=pl.col("end_ns").max())
+        earlier = work.filter(pl.col("of") < step).group_by("rank").agg(at_ns=pl.col("end_ns").max())
         ranks = work.group_by("rank").agg(pl.col("device").min()).sort("rank")
         # No rank begins later than the step does, also one whose trace begins with it.
         begin_ns = min(
@@ -63,10 +67,7 @@ class StepTimes:
     def measured(self) -> pl.DataFrame:
         """As `Recording.step_times`."""
         first = self.steps[0]
-        # Of a rank whose window begins later it is not known to which step what it did before belongs.
-        work = self._ends().with_columns(step_or_before(first).alias("of"))
-        work = work.filter(pl.col("step").is_not_null() | (pl.col("of") < first))
-        ends = work.group_by(step="of").agg(pl.col("end_ns").max()).sort("step")
+        ends = self._ends().group_by(step="of").agg(pl.col("end_ns").max()).sort("step")
         if first - 1 not in ends["step"]:  # nothing was going on before: the first step begins with its first op
             start = pl.DataFrame({"step": [first - 1], "end_ns": [self._begin_ns(first)]}, schema=ends.schema)
             ends = pl.concat([start, ends.filter(pl.col("step") >= first)])
