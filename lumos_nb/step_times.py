@@ -36,10 +36,7 @@ class StepTimes:
         """When the work ended that makes the end of a step (`of`): on devices, or all where there is none."""
         on_device = self.extents.filter(pl.col("device_ops") > 0)
         work = on_device.with_columns(end_ns="device_end_ns") if on_device.height else self.extents
-        # Of a rank whose window begins later than others' nobody knows to which step what it did before belongs.
-        first = self.steps[0]
-        work = work.with_columns(step_or_before(first).alias("of"))
-        return work.filter(pl.col("step").is_not_null() | (pl.col("of") < first))
+        return work.with_columns(step_or_before(self.steps[0]).alias("of"))
 
     def rank_starts(self, step: int) -> pl.DataFrame:
         """As `Recording.rank_starts`."""
@@ -67,12 +64,18 @@ class StepTimes:
     def measured(self) -> pl.DataFrame:
         """As `Recording.step_times`."""
         first = self.steps[0]
-        ends = self._ends().group_by(step="of").agg(pl.col("end_ns").max()).sort("step")
+        # What a rank did before a window that begins later than others' holds up the step that it begins with, and is
+        # of none before that which its graph could show.
+        known = pl.col("step").is_not_null() | (pl.col("of") < first)
+        end_ns = pl.col("end_ns").filter(known).max()
+        ends = self._ends().group_by(step="of").agg(end_ns, done_ns=pl.col("end_ns").max()).sort("step")
         if first - 1 not in ends["step"]:  # nothing was going on before: the first step begins with its first op
-            start = pl.DataFrame({"step": [first - 1], "end_ns": [self._begin_ns(first)]}, schema=ends.schema)
+            begin_ns = self._begin_ns(first)
+            start = pl.DataFrame([(first - 1, begin_ns, begin_ns)], schema=ends.schema, orient="row")
             ends = pl.concat([start, ends.filter(pl.col("step") >= first)])
-        times = ends.with_columns(end_ns=pl.col("end_ns").cum_max()).with_columns(start_ns=pl.col("end_ns").shift(1))
-        return times.filter(pl.col("start_ns").is_not_null() & pl.col("step").is_in(self.steps)).select(
+        times = ends.with_columns(pl.col("end_ns").cum_max(), start_ns=pl.col("done_ns").cum_max().shift(1))
+        times = times.filter(pl.col("step").is_in(self.steps)).drop_nulls()
+        return times.select(
             "step",
             "start_ns",
             "end_ns",
