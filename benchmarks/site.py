@@ -66,6 +66,7 @@ REFERENCE = {
         "rankwise",
         "jobs",
         "findings",
+        "beside",
         "evaluate",
         "resampling",
         "ledger",

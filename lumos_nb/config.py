@@ -21,6 +21,7 @@ from lumos_nb.errors import (
     UNDECODABLE,
     InputError,
     SheetError,
+    harmless,
     is_number,
     is_whole,
     named,
@@ -112,7 +113,7 @@ class Gpu(Sheet, frozen=True, kw_only=True, forbid_unknown_fields=True):
         rate = self.peak_flops.get(dtype.split("/")[0])
         if rate is None:
             raise SheetError(
-                f"{self.name} has no rate for {shown(dtype)}; its sheet has {', '.join(self.peak_flops)}. "
+                f"{self.name} has no rate for {harmless(dtype)}; its sheet has {', '.join(self.peak_flops)}. "
                 "Add it to the sheet, or price the op in one of these formats."
             )
         return rate
