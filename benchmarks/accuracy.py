@@ -36,9 +36,11 @@ from benchmarks.sharding_measured import measured_rows
 from benchmarks.synthesis_accuracy import synthesis_rows
 from benchmarks.trace_accuracy import trace_kernel_rows
 from lumos_nb import datasets
+from lumos_nb.beside import timed_steps
 from lumos_nb.critical_path import replay
 from lumos_nb.evaluate import delayed_steps, mechanistic, score_waits, what_ifs
 from lumos_nb.executors import spread
+from lumos_nb.findings import step_spread
 from lumos_nb.graph import Recording, build_graph
 from lumos_nb.resampling import jitter
 from lumos_nb.schema import DEVICE_KINDS
@@ -134,6 +136,7 @@ def bundled_rows() -> Iterator[Row]:
     """Rows of the recordings in `datasets/`."""
     for name in (n for n in datasets.names() if datasets.DATASETS[n].is_run):
         recording = Recording.of(load_run(datasets.path(name)))
+        yield from profiler_rows(name, recording)
         if recording.step_times().height < 4:  # one step from two others says nothing of its spread
             continue
         scored = mechanistic(recording)
@@ -148,6 +151,18 @@ def bundled_rows() -> Iterator[Row]:
             note=f"{scored.height} steps on a CPU, which is host-bound by nature: own operators are given",
         )
     yield from delay_rows(delayed_steps(load_run(datasets.path("gpt-ddp-delay"))))
+
+
+def profiler_rows(name: str, recording: Recording) -> Iterator[Row]:
+    """How much longer steps take with the profiler than the same loop's before it began."""
+    timed_ns = timed_steps(recording.run)["wall_ns"] if recording.run else []
+    if len(timed_ns):
+        (profiled_ns,) = step_spread(recording)["median_ns"]
+        before_ns = float(timed_ns.median())
+        note = (
+            f"medians; {profiled_ns / 1e6:.1f} ms with it, {before_ns / 1e6:.1f} ms of {len(timed_ns)} steps before it"
+        )
+        yield Row(f"profiler/{name}", profiled_ns / before_ns, "x", note=note)
 
 
 def delay_rows(steps: pl.DataFrame) -> Iterator[Row]:

@@ -165,8 +165,9 @@ def mechanistic(
     recording = run if isinstance(run, Recording) else Recording.of(run)
     times = recording.step_times()
     chosen = chosen_steps(recording, steps, least=2)
+    measured = _measured(times)
     own = dict(zip(chosen, spread(executor, partial(build_graph, recording), chosen), strict=True))
-    return pl.DataFrame([*spread(executor, partial(_predicted, recording, own, _measured(times)), chosen)])
+    return pl.DataFrame([*spread(executor, partial(_predicted, recording, own, measured), chosen)])
 
 
 def _predicted(

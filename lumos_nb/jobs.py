@@ -52,6 +52,10 @@ class Job(Shown):
         ops, edges = (f"{self.ranks[what].sum():,} {what}" for what in ("ops", "edges"))
         return f"Job of {how_many(len(self.ranks), 'rank')}: {ops}, {edges}, in {self.files.folder} (see .replay())"
 
+    def moved(self, folder: Path) -> Job:
+        """The same job, now that it lies in `folder`; not what another writer may have put there since."""
+        return Job(Files(folder, self.files.ranks))
+
     @property
     def ranks(self) -> pl.DataFrame:
         """One row a rank: how many ops and edges it has, when it starts, its last step, whether it is `on_device`."""
@@ -254,4 +258,4 @@ def save_job(graph: Graph, folder: str | Path) -> Job:
             for rank in ops["rank"].unique().sort()
         ]
         job = finish_job(made, ranks, graph.report if graph.report.width else None)
-    return Job(Files(folder, job.files.ranks))  # whatever another writer has put there since
+    return job.moved(folder)

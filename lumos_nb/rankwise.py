@@ -17,7 +17,7 @@ from typing import NamedTuple
 import polars as pl
 
 from lumos_nb import lanes
-from lumos_nb._job_files import EDGES_TO_RANK, Files, replaced, write_rank
+from lumos_nb._job_files import EDGES_TO_RANK, replaced, write_rank
 from lumos_nb.cut_ranks import Clocked, bases_of, counted_from, on_one_clock, own_rows, read_again, read_ranks
 from lumos_nb.errors import RunError, named, require_flags
 from lumos_nb.executors import spread
@@ -88,7 +88,7 @@ def load_job(
         built = [*spread(executor, partial(_build, made, answers), _parts(clocked, comm, shared))]
         report = pl.concat([read.report, told, *(one.report for one in clocked), *(report for _, report in built)])
         job = finish_job(made, [row for row, _ in built if row is not None], _summed(report))
-    return Job(Files(folder, job.files.ranks))  # whatever another writer has put there since
+    return job.moved(folder)
 
 
 def _summed(report: pl.DataFrame) -> pl.DataFrame:

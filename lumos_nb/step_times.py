@@ -32,6 +32,7 @@ class StepTimes:
     extents: pl.DataFrame
     steps: tuple[int, ...]
 
+    @cached_property
     def _ends(self) -> pl.DataFrame:
         """When the work ended that makes the end of a step (`of`): on devices, or all where there is none."""
         on_device = self.extents.filter(pl.col("device_ops") > 0)
@@ -41,15 +42,13 @@ class StepTimes:
     def rank_starts(self, step: int) -> pl.DataFrame:
         """As `Recording.rank_starts`."""
         require_whole(-(2**31), 2**31 - 1, step=step)
-        work = self._ends()
+        work = self._ends
         earlier = work.filter(pl.col("of") < step).group_by("rank").agg(at_ns=pl.col("end_ns").max())
         ranks = work.group_by("rank").agg(pl.col("device").min()).sort("rank")
         # No rank begins later than the step does, also one whose trace begins with it.
-        begin_ns = min(
-            (ns for ns in (self._begin_ns(step), earlier["at_ns"].max()) if isinstance(ns, int)), default=None
-        )
+        begin_ns = pl.min_horizontal(pl.lit(self._begin_ns(step), pl.Int64), pl.col("at_ns").max())
         return ranks.join(earlier, on="rank", how="left", maintain_order="left").with_columns(
-            pl.col("at_ns").fill_null(pl.lit(begin_ns, pl.Int64))
+            pl.col("at_ns").fill_null(begin_ns)
         )
 
     def origin_ns(self, step: int) -> int:
@@ -68,7 +67,7 @@ class StepTimes:
         # of none before that which its graph could show.
         known = pl.col("step").is_not_null() | (pl.col("of") < first)
         end_ns = pl.col("end_ns").filter(known).max()
-        ends = self._ends().group_by(step="of").agg(end_ns, done_ns=pl.col("end_ns").max()).sort("step")
+        ends = self._ends.group_by(step="of").agg(end_ns, done_ns=pl.col("end_ns").max()).sort("step")
         if first - 1 not in ends["step"]:  # nothing was going on before: the first step begins with its first op
             begin_ns = self._begin_ns(first)
             start = pl.DataFrame([(first - 1, begin_ns, begin_ns)], schema=ends.schema, orient="row")

@@ -38,13 +38,13 @@ def read_table(path: Path, columns: list[str] | None = None) -> pl.DataFrame:
         It cannot be read.
     """
     with path.open("rb") as file:
+        check_pages(path, file)
         return table_in(file, path, columns)
 
 
 def table_in(file: IO[bytes], path: Path, columns: list[str] | None = None) -> pl.DataFrame:
-    """The same of an open file: what stands under its name by now may be another."""
+    """The same of an open file whose checksum was compared: what stands under its name by now may be another."""
     with panics_told():
-        check_pages(path, file)
         rows, width = pl.scan_parquet(file).select(pl.len()).collect().item(), len(pl.read_parquet_schema(file))
         check_unpacked(path, os.fstat(file.fileno()).st_size, 8 * rows * width)
         file.seek(0)

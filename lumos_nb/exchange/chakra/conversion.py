@@ -9,12 +9,12 @@ from typing import Protocol
 
 import polars as pl
 
-from lumos_nb.errors import ChakraError, InputError, is_word, named, require_kinds, shown
+from lumos_nb.errors import ChakraError, InputError, named, require_kinds, shown
 from lumos_nb.exchange.chakra.files import write_ranks
 from lumos_nb.exchange.chakra.ranks import Job
 from lumos_nb.exchange.chakra.tables import NODES, Nodes
 from lumos_nb.exchange.chakra.to_nodes import nodes_of
-from lumos_nb.exchange.chakra.validation import TARGETS, check
+from lumos_nb.exchange.chakra.validation import check, require_target
 from lumos_nb.graph import Graph
 from lumos_nb.layout import GROUPS, Parallelism
 
@@ -133,8 +133,7 @@ class RankFiles:
     @classmethod
     def of(cls, source: Graph | Estimated, target: str | None) -> RankFiles:
         """The files of a graph or an estimate; errors as of `write`."""
-        if target is not None and not is_word(target, TARGETS):
-            raise InputError(f"target is {shown(target)}; it may be None or 'astra-sim'.")
+        require_target(target)
         graph = source if isinstance(source, Graph) else getattr(source, "graph", None)
         if not isinstance(graph, Graph):
             raise InputError(

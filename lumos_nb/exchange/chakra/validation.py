@@ -62,6 +62,7 @@ def validate(path: str | Path, target: str | None = None) -> pl.DataFrame:
     >>> validate("out/", target="astra-sim").is_empty()
     True
     """
+    require_target(target)
     job = Job.read(path, strict=False)
     framing = [(file, None, "framing", why) for file, why in job.faults.items()]
     if target == "astra-sim":
@@ -70,10 +71,15 @@ def validate(path: str | Path, target: str | None = None) -> pl.DataFrame:
     return pl.concat([pl.DataFrame(framing, schema=FINDINGS, orient="row"), check(job, target)])
 
 
+def require_target(target: object) -> None:
+    """Raise InputError for what is no simulator that files are checked for."""
+    if target is not None and not is_word(target, TARGETS):
+        raise InputError(f"target is {shown(target)}; it may be None or {', '.join(map(repr, TARGETS))}.")
+
+
 def check(job: Job, target: str | None = None) -> pl.DataFrame:
     """The findings of a job at hand; see `validate`."""
-    if target is not None and not is_word(target, TARGETS):
-        raise InputError(f"target is {shown(target)}; it may be None or 'astra-sim'.")
+    require_target(target)
     rules: list[Rule] = [_ids, _types, _dependencies, _roots, _attributes, _durations, _groups, _collectives, _messages]
     rules += [_deadlocks] + ([_astra_sim] if target else [])
     found = [part for rule in rules for part in rule(job)]
