@@ -9,7 +9,7 @@ import polars as pl
 
 from lumos_nb.csv_files import read_numbers
 from lumos_nb.display import format_ns, how_many
-from lumos_nb.errors import RunError
+from lumos_nb.errors import RunError, require_kinds
 from lumos_nb.traces.run import Run
 
 
@@ -34,6 +34,8 @@ def timed_steps(run: Run) -> pl.DataFrame:
 
     Raises
     ------
+    InputError
+        It is no run.
     RunError
         A file is no table of numbers with these columns.
 
@@ -41,6 +43,7 @@ def timed_steps(run: Run) -> pl.DataFrame:
     --------
     >>> timed_steps(run)["wall_ns"].median() / 1e6
     """
+    require_kinds(run=(run, Run))
     rows = read_numbers(files_beside(run, "steps*.csv"), ["step", "wall_ns"], RunError)
     return rows.group_by("step").agg(pl.col("wall_ns").max()).sort("step").cast(pl.Int64)
 

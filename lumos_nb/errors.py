@@ -122,7 +122,7 @@ def shown(value: object) -> str:
         return "a number of thousands of digits"
 
 
-def require_kinds(**given: tuple[object, type | UnionType]) -> None:
+def require_kinds(**given: tuple[object, Any]) -> None:
     """Raise InputError for the first argument that is of another kind than it should be, or of none of several."""
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):

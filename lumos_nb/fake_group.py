@@ -22,7 +22,7 @@ from unittest.mock import patch
 import polars as pl
 
 from lumos_nb.display import Shown
-from lumos_nb.errors import CaptureError, is_whole, shown
+from lumos_nb.errors import CaptureError, is_whole, require_flags, require_kinds, shown
 from lumos_nb.labels import FUNCTIONAL_OPS, GROUP_METHODS, bytes_in, resolve_group, tensors_in
 
 C10D_OPS = {
@@ -372,6 +372,8 @@ def dry_run(
             f"dry_run got rank={shown(rank)} of world_size={shown(world_size)}; give whole numbers, "
             "0 <= rank < world_size."
         )
+    require_kinds(step_fn=(step_fn, Callable), setup=(setup, Callable | None))
+    require_flags(fake=fake)
     log = _Log()
     with ExitStack() as stack:
         stack.enter_context(_fake_group(world_size, rank))

@@ -14,7 +14,7 @@ import polars as pl
 
 from lumos_nb._replay_plan import LONGEST_NS
 from lumos_nb.display import format_ns, format_share, how_many
-from lumos_nb.errors import UNDECODABLE, LumosError, named, require_number, shown
+from lumos_nb.errors import UNDECODABLE, LumosError, named, require_kinds, require_number, require_text
 from lumos_nb.findings import inner_steps, step_spread
 from lumos_nb.graph import Recording
 from lumos_nb.schema import require
@@ -158,13 +158,13 @@ def save_prediction(
     require(run, "events")
     require_number(0, times=times, model_error=model_error)
     times, model_error = float(times), float(model_error)
-    if not isinstance(change, str):
-        raise LumosError(f"change is {shown(change)}; say in words what will be changed.")
+    require_text(change=change)
+    require_kinds(recording=(recording, Recording | None))
     steps, median_ns, least_ns, most_ns, _ = step_spread(Recording.of(run) if recording is None else recording).row(0)
     if max(times, model_error) > _MOST or times * most_ns * (1 + model_error) >= LONGEST_NS:
         raise LumosError("times and model_error predict steps of over a century: give multiples of the base's steps.")
     prediction = Prediction(
-        change=change,
+        change=str(change),  # of numpy, it may be of a kind of its own
         times=times,
         predicted_ns=round(times * median_ns),
         low_ns=round(times * least_ns * max(1 - model_error, 0)),
@@ -279,7 +279,9 @@ def read_ledger(path: str | Path) -> pl.DataFrame:
 
 
 def run_digest(run: Run) -> str:
-    """A hash of the content of all files of a run, whatever they are called; LumosError if one is gone."""
+    """A hash of the content of all files of a run, whatever they are called; LumosError of one that is gone."""
+    if run.ranks["path"].null_count():
+        raise LumosError("the run was not read of files, so that it cannot be known again: load what load_run reads.")
     digest = hashlib.sha256()
     for path in dict.fromkeys(run.ranks["path"]):
         try:

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from lumos_nb.device_activity import write_activity
-from lumos_nb.errors import CaptureError, folder_for, is_whole, named, shown
+from lumos_nb.errors import CaptureError, folder_for, is_whole, is_word, named, require_flags, shown
 from lumos_nb.job import barrier, describe_machine, gather, groups, world
 from lumos_nb.labels import label_collectives
 from lumos_nb.whole_files import compress, whole
@@ -398,6 +398,7 @@ def capture(
     >>> run = ln.load_run("runs/x")
     """
     _check_counts(steps=(steps, 1), warmup=(warmup, 0), timed=(timed, 0), executed=(executed, 0))
+    require_flags(paired=paired, annotate=annotate, record_shapes=record_shapes)
     given, device = _json_values(arguments), _seen_device(device)
     path, rank = named(folder, CaptureError), world()[0]
     et = path / f"rank-{rank}.et.json.gz"
@@ -422,8 +423,8 @@ def _seen_device(device: str | None) -> str:
     import torch
 
     seen = torch.cuda.is_available()
-    chosen = device or ("cuda" if seen else "cpu")
-    if chosen not in ("cpu", "cuda") or (chosen == "cuda" and not seen):
+    chosen = ("cuda" if seen else "cpu") if device is None else device
+    if not is_word(chosen, ("cpu", "cuda")) or (chosen == "cuda" and not seen):
         raise CaptureError(
             f'capture got device={shown(device)}, which torch does not see here; give "cpu" or leave it out.'
         )

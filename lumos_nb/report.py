@@ -18,7 +18,7 @@ import polars as pl
 from lumos_nb.beside import timed_in_words
 from lumos_nb.critical_path import Result, replay, sweep
 from lumos_nb.display import format_ns, format_share, how_many, html_table, text_table
-from lumos_nb.errors import LumosError, named
+from lumos_nb.errors import LumosError, named, require_kinds, require_whole
 from lumos_nb.evaluate import mechanistic, what_ifs
 from lumos_nb.findings import (
     evidence_shares,
@@ -177,6 +177,9 @@ def step_report(
     --------
     >>> print(step_report(run, step=3, predict=0))
     """
+    require_kinds(recording=(recording, Recording | None), scales=(scales, Mapping | None))
+    require_kinds(progress=(progress, Callable))
+    require_whole(0, predict=predict)
     progress("building the graph")
     recording = Recording.of(run) if recording is None else recording
     graph = build_graph(recording, step)
@@ -218,8 +221,10 @@ def _asked(graph: Graph, scales: Mapping[str, Any]) -> pl.DataFrame:
 
 
 def _named(run: Run, world_size: int) -> str:
-    held, files = run.ranks.height, run.ranks["path"].unique().to_list()
-    name = Path(files[0]).name if len(files) == 1 else Path(files[0]).absolute().parent.name
+    held, files = run.ranks.height, run.ranks["path"].drop_nulls().unique()
+    name = "events of no file"
+    if len(files):
+        name = Path(files[0]).name if len(files) == 1 else Path(files[0]).absolute().parent.name
     if held < world_size:
         return f"{name}: {held} of {world_size} ranks, what the others did is estimated"
     return f"{name}, {how_many(world_size, 'rank')}"

@@ -95,7 +95,7 @@ def _checked(level: float, draws: object, seed: object) -> float:
         raise InputError(
             f"level is the share of steps that the interval is to hold, between 0 and 1, not {shown(level)}."
         )
-    require_whole(1, draws=draws)
+    require_whole(1, 10**6, draws=draws)
     require_whole(0, seed=seed)
     return float(level)
 

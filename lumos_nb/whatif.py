@@ -17,7 +17,7 @@ import polars as pl
 
 from lumos_nb import rewire
 from lumos_nb._replay_plan import LONGEST_NS, Plan
-from lumos_nb.errors import ABOVE_0, InputError, ScenarioError, is_number, is_word, require_flags, shown
+from lumos_nb.errors import ABOVE_0, InputError, ScenarioError, is_number, is_word, require_flags, require_kinds, shown
 from lumos_nb.graph import Graph
 from lumos_nb.schema import DEVICE_KINDS, require
 
@@ -187,7 +187,8 @@ def insert(
             f"an op of kind {shown(kind)} cannot be inserted; choose one of {', '.join(INSERTED_KINDS)}."
         )
     _check_name(name)
-    if lane is not None and (before or not re.match(r"gpu[0-9]{1,9}:|cpu:", str(lane))):
+    require_kinds(lane=(lane, str | None))
+    if lane is not None and (before or not re.match(r"gpu[0-9]{1,9}:|cpu:", lane)):
         raise ScenarioError(
             f"lane={shown(lane)}, before={shown(before)}: on another lane, 'gpu<device>:<stream>' or 'cpu:<thread>', "
             "an op comes only after the chosen one; leave out either."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import io
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,9 +16,10 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pytest
-from trace_builder import Trace, graph_of, recording_of, repeated
+from trace_builder import Trace, graph_of, repeated, run_of
 
 import lumos_nb as ln
+from lumos_nb import charts
 from lumos_nb.errors import (
     InputError,
     LumosError,
@@ -70,7 +72,8 @@ def usual(trace: Trace, step: int, at: float) -> None:
     trace.launch("gemm", (at + 120, at + 130), (at + 140, at + 500))
 
 
-RECORDING = recording_of(repeated(usual))
+RUN = run_of(repeated(usual))
+RECORDING = ln.Recording.of(RUN)
 GRAPH = graph_of(repeated(usual), step=2)
 RESULT = ln.replay(GRAPH)
 ALL = pl.col("kind") == "kernel"
@@ -171,12 +174,55 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "chakra.validate(target=)": lambda odd: ln.chakra.validate("no such files", target=odd),
     "chakra.pattern(collective=)": lambda odd: ln.chakra.pattern(2, 1, collective=odd, compute_us=1),
     "chakra.pattern(overlapped=)": lambda odd: ln.chakra.pattern(2, 1, compute_us=1, overlapped=odd),
+    "capture(paired=)": lambda odd: ln.capture("x", paired=odd),
+    "capture(device=)": lambda odd: ln.capture("x", device=odd),
+    "dry_run(step_fn=)": lambda odd: ln.dry_run(odd, 2) if not callable(odd) else None,
+    "dry_run(setup=)": lambda odd: ln.dry_run(lambda *_: None, 2, setup=odd) if not callable(odd) else None,
+    "dry_run(fake=)": lambda odd: ln.dry_run(lambda: None, 2, fake=odd),
+    "lookup_us(sets=)": lambda odd: ln.lookup_us(LOOKUP, TABLES, 64, odd),
+    "lookup_us(sets=[])": lambda odd: ln.lookup_us(LOOKUP, TABLES, 64, [odd]),
+    "lookup_us(sets=[[]])": lambda odd: ln.lookup_us(LOOKUP, TABLES, 64, [[odd]]),
+    "overheads": ln.overheads,
+    "save_prediction(change=)": lambda odd: ln.save_prediction("x.json", RUN, change=odd, recording=RECORDING),
+    "save_prediction(recording=)": lambda odd: ln.save_prediction("x.json", RUN, recording=odd),
+    "step_report(predict=)": lambda odd: ln.step_report(RUN, predict=odd, recording=RECORDING),
+    "step_report(scales=)": lambda odd: ln.step_report(RUN, predict=0, scales=odd, recording=RECORDING),
+    "step_report(progress=)": lambda odd: (
+        ln.step_report(RUN, predict=0, recording=RECORDING, progress=odd) if not callable(odd) else None
+    ),
+    "timed_steps": ln.timed_steps,
+    "LookupNet.load": ln.LookupNet.load,
+    "insert(lane=)": lambda odd: ln.whatif.insert(GRAPH, ALL, "n", 1, kind="cpu", lane=odd),
+    "chakra.write(prefix=)": lambda odd: ln.chakra.write(GRAPH, "x", prefix=odd),
+    "chakra.write(ranks=)": lambda odd: ln.chakra.write(GRAPH, "x", ranks=odd),
+    "chakra.write(progress=)": lambda odd: ln.chakra.write(GRAPH, "x", progress=odd) if not callable(odd) else None,
     "errors.require_word": lambda odd: require_word(("sgd",), word=odd),
     "errors.require_flags": lambda odd: require_flags(flag=odd),
     "errors.items_of": lambda odd: items_of("given", odd, "a list"),
     "errors.is_whole": lambda odd: is_whole(odd, 0),
 }
 """Name of the argument -> a call that is right but for it."""
+
+
+CELLS = pl.DataFrame({"gpu": ["A100", "H100"], "cell": "gemm", "error": [0.1, 0.2]})
+SWEEP = pl.DataFrame({"m": [1, 2], "weight": "w", "measured": [5.0, 6.0], "predicted": [5.5, 6.0]})
+PARTS = ln.breakdown(RESULT)
+CHARTS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
+    "heat_map": (
+        charts.heat_map,
+        {"frame": CELLS, "x": "gpu", "y": "cell", "value": "error", "heat": "error", "titles": {}},
+    ),
+    "sweeps": (charts.sweeps, {"frame": SWEEP, "x": "m", "panel": "weight", "titles": {}}),
+    "error_spread": (charts.error_spread, {"rows": CELLS, "by": "gpu"}),
+    "timeline": (charts.timeline, {"source": RESULT}),
+    "dependencies": (charts.dependencies, {"source": RESULT}),
+    "waterfall": (charts.waterfall, {"parts": PARTS}),
+    "breakdown_bars": (charts.breakdown_bars, {"parts": PARTS}),
+    "difference": (charts.difference, {"changes": ln.compare(GRAPH, GRAPH)}),
+    "to_png": (charts.to_png, {"chart": {"mark": "bar"}}),
+    "to_svg": (charts.to_svg, {"chart": charts.waterfall(PARTS)}),
+}
+"""A chart -> arguments that are right, beside which any other may be odd."""
 
 
 def _hashable(given: object) -> bool:
@@ -195,6 +241,36 @@ def test_an_argument_of_any_kind_is_taken_or_refused_by_name(
     for odd in ODD:
         with suppress(LumosError):
             CALLS[name](odd)
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_charts_take_arguments_of_any_kind_or_refuse_them_by_name(name: str) -> None:
+    function, right = CHARTS[name]
+    for argument in inspect.signature(function).parameters:
+        for odd in ODD:
+            with suppress(LumosError):
+                function(**(right | {argument: odd}))
+
+
+def test_charts_refuse_by_name_and_take_numbers_of_numpy() -> None:
+    for wrong, message in (
+        ({"width_px": 0}, r"width_px=0: give a whole number from 1"),
+        ({"ranks": np.array(1)}, r"ranks=array\(1\): give ranks, such as \[0, 1\]"),
+        ({"ranks": [-1]}, r"ranks=-1: give a whole number from 0"),
+        ({"title": 5}, r"title is 5; give a str"),
+    ):
+        with pytest.raises(InputError, match=message):
+            charts.timeline(RESULT, **wrong)
+    wide = charts.timeline(RESULT, width_px=np.uint8(200), ranks=np.array([0])).to_dict()
+    assert wide == charts.timeline(RESULT, width_px=200, ranks=[0]).to_dict()
+    with pytest.raises(InputError, match=r"cell_px=5: give a width and a height"):
+        charts.heat_map(CELLS, x="gpu", y="cell", value="error", heat="error", titles={}, cell_px=5)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"heat='hot': give one of 'basis', 'error', 'signed error'"):
+        charts.heat_map(CELLS, x="gpu", y="cell", value="error", heat="hot", titles={})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"scale=0: give a finite number of at least 0\.1, 10 at most"):
+        charts.to_png(charts.waterfall(PARTS), scale=0)
+    with pytest.raises(InputError, match="chart is nothing that Vega-Lite draws"):
+        charts.to_png({"mark": 5})
 
 
 def test_words_flags_and_sequences_in_other_kinds_are_what_they_say() -> None:

@@ -13,11 +13,11 @@ from lumos_nb.charts.style import (
     MEASURED,
     PART_COLOURS,
     PREDICTED,
+    as_annotated,
     check_rows,
     heading,
     in_ms,
     names,
-    sized,
     texts,
     told,
 )
@@ -32,7 +32,7 @@ SLACKS_NS = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 """Bounds between which ops are counted by slack."""
 
 
-@sized
+@as_annotated
 def waterfall(parts: pl.DataFrame, *, rank: int | None = None, title: str = "", width_px: int = 560) -> alt.LayerChart:
     """Draw where the step of one rank goes as a sum: each part begins where the one before it ends.
 
@@ -75,7 +75,7 @@ def waterfall(parts: pl.DataFrame, *, rank: int | None = None, title: str = "", 
     return _cascade(steps, "part", colours, x="time in the step (ms)", title=title, width_px=width_px)
 
 
-@sized
+@as_annotated
 def difference(
     changes: pl.DataFrame, *, level: str = "part", most: int = 12, title: str = "What changed", width_px: int = 520
 ) -> alt.LayerChart:
@@ -155,7 +155,7 @@ def _cascade(
     return alt.LayerChart(layer=[bars, sizes, zero], title=heading(title), width=width_px, height=alt.Step(24))
 
 
-@sized
+@as_annotated
 def sensitivity(
     swept: pl.DataFrame, *, most: int = 20, title: str = "What each change does to the step", width_px: int = 520
 ) -> alt.LayerChart:
@@ -199,7 +199,7 @@ def sensitivity(
     return alt.LayerChart(layer=[bars, sizes], title=heading(title), width=width_px, height=alt.Step(22))
 
 
-@sized
+@as_annotated
 def slack_bars(
     source: HasOps | pl.DataFrame, *, title: str = "How much longer ops could take", width_px: int = 520
 ) -> alt.Chart:
@@ -251,7 +251,7 @@ def slack_bars(
     return chart
 
 
-@sized
+@as_annotated
 def similarity_bars(
     classes: pl.DataFrame, *, title: str = "Operator time of a step", width_px: int = 460
 ) -> alt.LayerChart:

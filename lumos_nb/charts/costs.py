@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import altair as alt
 import polars as pl
@@ -16,16 +16,17 @@ from lumos_nb.charts.style import (
     MEASURED,
     ON_LIGHT,
     PREDICTED,
+    as_annotated,
     check_rows,
     figures,
     heading,
     names,
     room,
     series_colour,
-    sized,
     told,
 )
 from lumos_nb.config import Gpu
+from lumos_nb.errors import items_of, require_kinds, require_word
 
 BASIS_COLOURS = {"measured": "#5E3C99", "transferred": "#B2ABD2", "data sheet": "#EFEDF5"}
 """What a price rests on; darker is better."""
@@ -33,7 +34,7 @@ BASIS_COLOURS = {"measured": "#5E3C99", "transferred": "#B2ABD2", "data sheet": 
 Heat = Literal["basis", "error", "signed error"]
 
 
-@sized
+@as_annotated
 def roofline(
     priced: pl.DataFrame, gpu: Gpu, dtype: str, *, title: str = "", max_points: int = 1200, width_px: int = 560
 ) -> alt.LayerChart:
@@ -98,7 +99,7 @@ def roofline(
     return alt.LayerChart(layer=[line, marks], title=text, width=width_px, height=320)
 
 
-@sized
+@as_annotated
 def sweeps(
     frame: pl.DataFrame,
     *,
@@ -136,12 +137,13 @@ def sweeps(
     >>> frame = pl.DataFrame({"m": [1, 2, 4], "weight": "4096 x 4096", **times})
     >>> sweeps(frame, x="m", panel="weight", titles={"x": "tokens", "y": "time (us)"})
     """
+    require_kinds(frame=(frame, pl.DataFrame))
     ends = [name for name in ("low", "high") if name in frame.columns]
     frame = check_rows(frame, "sweep", labels=(panel,), numbers=(x, "measured", "predicted", *ends))
-    along = alt.X(f"{x}:Q").scale(type="log" if log_x else "linear", nice=False).title(titles["x"])
+    along = alt.X(f"{x}:Q").scale(type="log" if log_x else "linear", nice=False).title(titles.get("x"))
     if log_x:
         along = along.axis(format="~s", tickCount=5, grid=False)
-    y_title = titles["y"]
+    y_title = titles.get("y")
     legend = pl.DataFrame({"series": ["measured", "predicted"]}, schema={"series": pl.String})
     tooltip = [*told(panel), *figures(x, "measured", "predicted")]
     base = alt.Chart()
@@ -163,7 +165,7 @@ def sweeps(
     return chart.properties(title=heading(titles.get("chart", "")))
 
 
-@sized
+@as_annotated
 def learning_curve(scored: pl.DataFrame, *, title: str = "", width_px: int = 460) -> alt.Chart:
     """Draw the error on what was left out over the number of rows that the fit had.
 
@@ -201,6 +203,7 @@ def learning_curve(scored: pl.DataFrame, *, title: str = "", width_px: int = 460
     return chart
 
 
+@as_annotated
 def heat_map(
     frame: pl.DataFrame,
     *,
@@ -242,11 +245,14 @@ def heat_map(
     >>> cells = pl.DataFrame({"gpu": ["A100", "H100"], "cell": "gemm", "basis": ["measured", "data sheet"]})
     >>> heat_map(cells, x="gpu", y="cell", value="basis", heat="basis", titles={})
     """
+    require_word(get_args(Heat), heat=heat)
     written = [] if text is None else [text]
     labels, numbers = ((x, y, *written, value), ()) if heat == "basis" else ((x, y, *written), (value,))
     frame = check_rows(frame, "matrix", labels=labels, numbers=numbers)
     order = {name: frame[column].unique(maintain_order=True).to_list() for name, column in (("x", x), ("y", y))}
-    order |= {name: list(values) for name, values in (orders or {}).items()}
+    orders = {} if orders is None else orders
+    require_kinds(orders=(orders, Mapping))
+    order |= {name: items_of("orders", values, "the values of each axis") for name, values in orders.items()}
     angle = 0 if max(len(str(label)) for label in order["x"]) * 6 < cell_px[0] else -35
     look: dict[str, Any] = {"ticks": False, "domain": False, "labelLimit": 300}
     axes = {
@@ -281,7 +287,7 @@ def _heat_scale(heat: Heat) -> alt.Scale:
     return alt.Scale(scheme="blueorange", domain=[-0.4, 0.4], domainMid=0, clamp=True)
 
 
-@sized
+@as_annotated
 def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int = 460) -> alt.LayerChart:
     """Draw how signed errors lie in each class: the median, the middle half, and the middle nine tenths.
 
@@ -323,7 +329,7 @@ def error_spread(rows: pl.DataFrame, *, by: str, title: str = "", width_px: int 
     return alt.LayerChart(layer=layers, title=heading(title), width=width_px, height=alt.Step(19))
 
 
-@sized
+@as_annotated
 def interval_check(scores: pl.DataFrame, *, title: str = "", width_px: int = 460) -> alt.LayerChart:
     """Draw what share of rows left out nominal 90 % intervals cover over how wide they are; shaded: 85 to 95 %.
 

@@ -16,10 +16,10 @@ from lumos_nb.charts.style import (
     CLASS_COLOURS,
     GREY,
     INK,
+    as_annotated,
     check_window,
     heading,
     names,
-    sized,
     texts,
     told,
 )
@@ -38,7 +38,7 @@ _WIDE = 0.84
 _RULES = (*dict.fromkeys(_OF_RULE.values()), "other")
 
 
-@sized
+@as_annotated
 def dependencies(
     source: Graph | Result,
     *,
@@ -84,7 +84,7 @@ def dependencies(
     require(graph, "edges")
     if detail not in (None, *DETAILS):
         raise InputError(f"detail is {shown(detail)}; it may be {', '.join(DETAILS)}, or None.")
-    check_window(window_ns, ranks)
+    check_window(window_ns)
     ops = _in_window(source.ops, window_ns, ranks)
     room = max(width_px // _COLUMN_PX, 1)
     found = (boxes_of(ops, graph.edges, level, room) for level in (DETAILS if detail is None else (detail,)))

@@ -16,11 +16,11 @@ from lumos_nb.charts.style import (
     ON_LIGHT,
     PREDICTED,
     SERIES,
+    as_annotated,
     check_rows,
     heading,
     room,
     seconds,
-    sized,
     told,
 )
 from lumos_nb.errors import ABOVE_0, LumosError, require_number
@@ -37,7 +37,7 @@ OBSTACLE = r"^(?:[A-Z]\w+: )?(\w+)"
 """What is in the way: the field that a reason names, or memory."""
 
 
-@sized
+@as_annotated
 def agreement(
     scored: pl.DataFrame, *, by: str = "source", title: str = "Predicted against measured", width_px: int = 430
 ) -> alt.LayerChart:
@@ -94,7 +94,7 @@ def agreement(
     return alt.LayerChart(layer=[band, line, spans, points], title=text, width=width_px, height=width_px)
 
 
-@sized
+@as_annotated
 def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 44) -> alt.LayerChart:
     """Draw the times of several steps, a column each: measured, predicted with its interval, and what else there is.
 
@@ -143,6 +143,7 @@ def step_times(rows: pl.DataFrame, *, title: str = "Step times", step_px: int = 
     return alt.LayerChart(layer=[spans, points], title=text, width=alt.Step(step_px), height=240)
 
 
+@as_annotated
 def layouts(
     frame: pl.DataFrame,
     *,
@@ -220,7 +221,7 @@ def _usd_of_tokens(usd_per_gpu_hour: float | None) -> list[pl.Expr]:
     return [(gpu_hours * float(usd_per_gpu_hour)).alias("usd")]
 
 
-@sized
+@as_annotated
 def pareto(
     frame: pl.DataFrame,
     front: pl.DataFrame,

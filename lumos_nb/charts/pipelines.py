@@ -5,7 +5,19 @@ from __future__ import annotations
 import altair as alt
 import polars as pl
 
-from lumos_nb.charts.style import EDGE, INK, NOTHING, ON_LIGHT, check_rows, heading, in_ms, names, sized, texts, told
+from lumos_nb.charts.style import (
+    EDGE,
+    INK,
+    NOTHING,
+    ON_LIGHT,
+    as_annotated,
+    check_rows,
+    heading,
+    in_ms,
+    names,
+    texts,
+    told,
+)
 from lumos_nb.display import format_ns
 from lumos_nb.errors import LumosError, SchemaError
 from lumos_nb.partition import HasOps
@@ -26,7 +38,7 @@ NUMBERED = 250
 """Passes up to which each bar bears the number of its micro-batch."""
 
 
-@sized
+@as_annotated
 def schedule(
     source: HasOps | pl.DataFrame, *, title: str = "Pipeline schedule", width_px: int = 860, max_bars: int = 5000
 ) -> alt.LayerChart:
@@ -110,7 +122,7 @@ def _passes(ops: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-@sized
+@as_annotated
 def memory_bars(
     memory: pl.DataFrame, *, limit_bytes: float | None = None, title: str = "Memory at its peak", width_px: int = 500
 ) -> alt.LayerChart:
@@ -169,7 +181,7 @@ def _classes(memory: pl.DataFrame) -> list[str]:
     return [name for name in CLASSES if name in there]
 
 
-@sized
+@as_annotated
 def memory_over_time(
     memory: pl.DataFrame,
     *,

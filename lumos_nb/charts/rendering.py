@@ -7,11 +7,12 @@ import builtins
 import os
 import struct
 import zlib
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import altair as alt
 
 from lumos_nb.charts.style import EDGE, INK, PALER, PREDICTED
+from lumos_nb.errors import InputError, require_kinds, require_number, require_word
 
 Theme = Literal["light", "dark"]
 
@@ -107,18 +108,35 @@ def described(spec: dict[str, Any]) -> str:
 def to_png(chart: alt.TopLevelMixin | dict[str, Any], *, scale: float = 2, theme: Theme = "light") -> bytes:
     """Draw a chart, or its specification, as the bytes of a PNG file with `scale` times the chart's pixels.
 
+    Raises
+    ------
+    InputError
+        It is no chart, or nothing that Vega-Lite draws; `scale` is not from 0.1 to 10, or there is no such `theme`.
+
     Examples
     --------
     >>> Path("step.png").write_bytes(to_png(timeline(result)))
     """
     import vl_convert
 
+    require_kinds(chart=(chart, CHART | dict))
+    require_word(get_args(Theme), theme=theme)
+    require_number(0.1, 10, scale=scale)
     spec = in_theme(chart if isinstance(chart, dict) else chart.to_dict(), theme)
-    return _deflated(vl_convert.vegalite_to_png(spec, vl_version=_vega_lite(), scale=scale))
+    try:
+        png = vl_convert.vegalite_to_png(spec, vl_version=_vega_lite(), scale=float(scale))
+    except ValueError as error:
+        raise InputError(f"chart is nothing that Vega-Lite draws: {error}") from None
+    return _deflated(png)
 
 
 def to_svg(chart: alt.TopLevelMixin) -> str:
     """Draw a chart as the text of an SVG file, without what its tooltips say.
+
+    Raises
+    ------
+    InputError
+        It is no chart.
 
     Examples
     --------
@@ -126,6 +144,7 @@ def to_svg(chart: alt.TopLevelMixin) -> str:
     """
     import vl_convert
 
+    require_kinds(chart=(chart, CHART))
     spec = chart.to_dict()
     spec["config"] = spec.get("config", {}) | {"aria": False}  # else each bar repeats its tooltip
     spec["padding"] = {"left": 40, "right": 40, "top": 5, "bottom": 5}  # for a reader whose letters are wider

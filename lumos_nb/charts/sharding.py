@@ -10,11 +10,11 @@ from lumos_nb.charts.style import (
     EDGE,
     MEASURED,
     PREDICTED,
+    as_annotated,
     check_rows,
     figures,
     heading,
     names,
-    sized,
     told,
 )
 from lumos_nb.workloads.dlrm.plan import KINDS, SHARDS
@@ -22,7 +22,7 @@ from lumos_nb.workloads.dlrm.plan import KINDS, SHARDS
 KIND_COLOURS = dict(zip(KINDS, CLASS_COLOURS, strict=False))
 
 
-@sized
+@as_annotated
 def sharding_plan(shards: pl.DataFrame, *, title: str = "Which device holds what", width_px: int = 620) -> alt.Chart:
     """Draw what each device holds of which embedding table: a bar a shard, as long as it is large.
 
@@ -67,7 +67,7 @@ def sharding_plan(shards: pl.DataFrame, *, title: str = "Which device holds what
     return chart
 
 
-@sized
+@as_annotated
 def device_loads(
     devices: pl.DataFrame, *, title: str = "What each device does and holds", width_px: int = 460
 ) -> alt.VConcatChart:

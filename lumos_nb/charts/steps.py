@@ -17,12 +17,12 @@ from lumos_nb.charts.style import (
     SERIES,
     TRANSFER,
     UNEXPLAINED,
+    as_annotated,
     check_rows,
     check_window,
     heading,
     in_ms,
     names,
-    sized,
     texts,
     told,
 )
@@ -32,7 +32,7 @@ from lumos_nb.graph import Graph
 from lumos_nb.partition import PARTS, HasOps
 
 
-@sized
+@as_annotated
 def timeline(
     source: HasOps | pl.DataFrame,
     *,
@@ -76,7 +76,7 @@ def timeline(
     --------
     >>> timeline(replay(graph), window_ns=(0, 5_000_000), ranks=[0, 1])
     """
-    check_window(window_ns, ranks)
+    check_window(window_ns)
     rows = lane_bars(source, window_ns=window_ns, ranks=ranks, columns=width_px, max_rows=max_rows)
     begin_ns, end_ns = rows.window_ns
     x = alt.X("start_ms:Q").scale(domain=[begin_ns / 1e6, end_ns / 1e6], nice=False).title("time (ms)")
@@ -133,7 +133,7 @@ def _bar_rows(bars: pl.DataFrame) -> pl.DataFrame:
     return in_ms(named.drop("waits", "dur_ns", "slack_ns"))
 
 
-@sized
+@as_annotated
 def breakdown_bars(
     parts: pl.DataFrame | Mapping[str, pl.DataFrame], *, title: str = "Where the step goes", width_px: int = 500
 ) -> alt.Chart:
@@ -198,7 +198,7 @@ def part_rows(frame: pl.DataFrame, name: str) -> pl.DataFrame:
     )
 
 
-@sized
+@as_annotated
 def structure_bars(table: pl.DataFrame, *, title: str = "Layers found", width_px: int = 400) -> alt.Chart:
     """Draw how much of each rank's phases lies in the layers that were found, and how sure that is.
 
@@ -238,7 +238,7 @@ def structure_bars(table: pl.DataFrame, *, title: str = "Layers found", width_px
     return chart
 
 
-@sized
+@as_annotated
 def predicted_vs_measured(
     scored: pl.DataFrame, *, title: str = "Each step predicted from the others", width_px: int = 500
 ) -> alt.Chart:

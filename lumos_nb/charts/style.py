@@ -6,33 +6,93 @@ One colour means one thing in all charts. The colours are Okabe and Ito's (2008)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from numbers import Real
+from operator import index
 from typing import Any, ParamSpec, TypeVar
 
 import altair as alt
 import polars as pl
 
-from lumos_nb.errors import InputError, LumosError, SchemaError, require_kinds, require_whole, shown
+from lumos_nb.errors import (
+    InputError,
+    LumosError,
+    SchemaError,
+    items_of,
+    require_flags,
+    require_kinds,
+    require_text,
+    require_whole,
+    shown,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _MOST = 10**7
 
 
-def sized(function: Callable[P, T]) -> Callable[P, T]:
-    """A chart whose sizes and limits are refused where they are no whole numbers from 1 on."""
+def as_annotated(function: Callable[P, T]) -> Callable[P, T]:
+    """A chart whose arguments are refused where they are not of the kind that its signature says."""
     signature = inspect.signature(function)
-    sizes = {name for name, each in signature.parameters.items() if each.annotation == "int"}
+    takes = {name: _TAKES[each.annotation] for name, each in signature.parameters.items() if each.annotation in _TAKES}
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        given = signature.bind_partial(*args, **kwargs).arguments
-        require_whole(1, _MOST, **{name: given[name] for name in sizes & given.keys()})
-        return function(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments |= {name: takes[name](name, given) for name, given in bound.arguments.items() if name in takes}
+        return function(*bound.args, **bound.kwargs)
 
     return checked
+
+
+def _size(name: str, given: Any, least: int = 1) -> int:
+    require_whole(least, _MOST, **{name: given})
+    return index(given)  # of numpy's it may be too narrow to be multiplied
+
+
+def _text(name: str, given: Any) -> Any:
+    require_text(**{name: given})
+    return given
+
+
+def _flag(name: str, given: Any) -> bool:
+    require_flags(**{name: given})
+    return bool(given)
+
+
+def _texts(name: str, given: Any) -> Any:
+    require_kinds(**{name: (given, Mapping)})
+    require_text(**{f"{name}[{shown(key)}]": text for key, text in given.items()})
+    return given
+
+
+def _two_sizes(name: str, given: Any) -> tuple[int, ...]:
+    sizes = items_of(name, given, "a width and a height")
+    if len(sizes) != 2:
+        raise InputError(f"{name}={shown(given)}: give a width and a height.")
+    return tuple(_size(name, one) for one in sizes)
+
+
+def _ranks(name: str, given: Any) -> list[int]:
+    return [_size(name, rank, 0) for rank in items_of(name, given, "ranks, such as [0, 1]")]
+
+
+def _if_any(takes: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, given: None if given is None else takes(name, given)
+
+
+_TAKES: dict[str, Callable[[str, Any], Any]] = {
+    "int": _size,
+    "str": _text,
+    "bool": _flag,
+    "tuple[int, int]": _two_sizes,
+    "Mapping[str, str]": _texts,
+    "int | None": _if_any(lambda name, given: _size(name, given, 0)),
+    "str | None": _if_any(_text),
+    "Collection[int] | None": _if_any(_ranks),
+}
+"""Annotation of an argument -> what takes it, or raises InputError."""
 
 
 COMPUTE, TRANSFER, WAITING, COPY, HOST, UNEXPLAINED, NOTHING = (
@@ -120,16 +180,12 @@ _FITS: dict[str, Callable[[pl.DataType], bool]] = {
 _IF_NULL = {"numbers": pl.Float64, "words": pl.String, "labels": pl.String, "flags": pl.Boolean}
 
 
-def check_window(window_ns: object, ranks: object) -> None:
-    """Raise InputError unless these are None, or a time from which and one to which, and ranks."""
+def check_window(window_ns: object) -> None:
+    """Raise InputError unless this is None, or a time from which and one to which."""
     if window_ns is not None:
         ends = [*window_ns] if isinstance(window_ns, Sequence) else []
         if len(ends) != 2 or not all(isinstance(end, Real) and abs(float(end)) < 2**63 for end in ends):
             raise InputError(f"window_ns is {shown(window_ns)}; give from and to in ns, such as (0, 5_000_000).")
-    if ranks is not None:
-        require_kinds(ranks=(ranks, Collection))
-        for rank in ranks:  # type: ignore[attr-defined]
-            require_whole(0, ranks=rank)
 
 
 def in_ms(frame: pl.DataFrame) -> pl.DataFrame:

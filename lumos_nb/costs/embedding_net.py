@@ -179,8 +179,9 @@ class LookupNet(Shown):
         CalibrationError
             The file is missing, or is no such network.
         """
+        path = named(path, CalibrationError)
         try:
-            found = arrays_of(named(path, CalibrationError))
+            found = arrays_of(path)
             kind, base = str(found["features"]), str(found["base"])
             layers = tuple(found[f"layer_{number}"] for number in range(8))
             scales = {name: found[name] for name in ("mean", "std", "shift", "scale")}

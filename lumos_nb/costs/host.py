@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lumos_nb.calls import CALL_PATTERNS, COMM_OPERATORS, COMM_TYPES, ENGINE_OPERATORS, classify
 from lumos_nb.display import Shown
-from lumos_nb.errors import CalibrationError, GraphError, InputError, is_word, shown
+from lumos_nb.errors import CalibrationError, GraphError, InputError, is_word, items_of, shown
 from lumos_nb.graph import Graph, Recording, build_graph
 from lumos_nb.schema import DEVICE_KINDS, OPS, TableSchema
 from lumos_nb.traces.run import Run
@@ -251,7 +251,7 @@ def overheads(source: Source | Iterable[Source]) -> Overheads:
     >>> overheads(run).table.filter(pl.col("overhead") == "T1")
     """
     one_only = isinstance(source, pl.DataFrame) or not isinstance(source, Iterable)
-    sources: list[Source] = [source] if one_only else list(source)  # type: ignore[list-item, arg-type]
+    sources = [source] if one_only else items_of("source", source, "recordings")
     samples, lost = [], []
     for ops in chain.from_iterable(map(_op_tables, sources)):
         if isinstance(ops, GraphError):

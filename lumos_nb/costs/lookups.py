@@ -7,13 +7,14 @@ such sums. So a search over placements prices tables once, and then adds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Protocol
 
 import numpy as np
 import polars as pl
 
 from lumos_nb.embedding_tables import Floats, complete_tables
-from lumos_nb.errors import InputError, LayoutError, is_whole, shown
+from lumos_nb.errors import InputError, LayoutError, is_whole, items_of, shown
 
 
 class LookupModel(Protocol):
@@ -59,17 +60,22 @@ def lookup_us(model: LookupModel, tables: pl.DataFrame, batch: int, sets: Sequen
     """
     if isinstance(model, type) or not (hasattr(model, "parts") and hasattr(model, "of_sums")):
         raise InputError(f"the model of lookups is {shown(model)}; give one: PhysicalLookup, LookupNet.")
-    sums = _summed(model.parts(complete_tables(tables), _checked_batch(batch)), sets)
-    called = np.array([len(one) > 0 for one in sets], dtype=bool)
+    parts = model.parts(complete_tables(tables), _checked_batch(batch))
+    of_calls = [_positions(number, one, len(parts)) for number, one in enumerate(items_of("sets", sets, _A_SET_EACH))]
+    sums = np.stack([parts[one].sum(axis=0) for one in of_calls]) if of_calls else np.zeros((0, parts.shape[1]))
+    called = np.array([len(one) > 0 for one in of_calls], dtype=bool)
     return np.where(called[:, None], model.of_sums(sums), 0.0)
 
 
-def _summed(parts: Floats, sets: Sequence[Sequence[int]]) -> Floats:
-    """Sums of parts over the tables of each set: (n, k) -> (m, k)."""
-    for number, one in enumerate(sets):
-        if any(not 0 <= table < len(parts) for table in one):
-            raise LayoutError(f"set {number} is {list(one)}; there are {len(parts)} tables, counted from 0.")
-    return np.stack([parts[list(one)].sum(axis=0) for one in sets]) if sets else np.zeros((0, parts.shape[1]))
+_A_SET_EACH = "positions of tables of each call, such as [[0, 1], [2]]"
+
+
+def _positions(number: int, given: object, tables: int) -> list[int]:
+    """Positions of the tables of one call, in a frame of so many."""
+    positions = items_of(f"sets[{number}]", given, _A_SET_EACH)
+    if not all(is_whole(table, 0, tables - 1) for table in positions):
+        raise LayoutError(f"set {number} is {shown(positions)}; there are {tables} tables, counted from 0.")
+    return [index(table) for table in positions]
 
 
 def _checked_batch(batch: int) -> int:

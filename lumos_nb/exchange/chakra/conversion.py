@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import polars as pl
 
-from lumos_nb.errors import ChakraError, InputError, named, require_kinds, shown
+from lumos_nb.errors import ChakraError, InputError, is_whole, items_of, named, require_kinds, require_text, shown
 from lumos_nb.exchange.chakra.files import write_ranks
 from lumos_nb.exchange.chakra.ranks import Job
 from lumos_nb.exchange.chakra.tables import NODES, Nodes
@@ -82,13 +82,14 @@ def write(
     ['chakra.0.et', 'chakra.1.et', 'chakra.groups.json']
     """
     job = RankFiles.of(source, target)
-    if ranks is not None:
-        require_kinds(ranks=(ranks, Collection))
-    chosen = [*job.tables] if ranks is None else [*dict.fromkeys(ranks)]
-    if unknown := [rank for rank in chosen if rank not in job.tables]:
+    require_text(prefix=prefix)
+    require_kinds(progress=(progress, Callable))
+    asked = [*job.tables] if ranks is None else items_of("ranks", ranks, "ranks of the workload, such as [0, 1]")
+    if unknown := [rank for rank in asked if not (is_whole(rank, 0) and rank in job.tables)]:
         raise InputError(
             f"there is no rank {shown(unknown[0])}; the workload has {len(job.tables)}: {[*job.tables][:8]}."
         )
+    chosen = [*dict.fromkeys(asked)]
     ours = {f"{prefix}.{rank}.et" for rank in job.tables}
     for file in sorted(named(folder, ChakraError).glob("*.et*")):
         if file.name.startswith(f"{prefix}.") and file.name not in ours:
