@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from lumos_nb.errors import LumosError
+from lumos_nb.job import describe_machine
 
 FOLDER = Path(__file__).parent
 ACCURACY = FOLDER / "accuracy.json"
@@ -92,6 +93,16 @@ def record(path: Path, rows: Sequence[Row]) -> None:
     kept = [row for row in read(path) if row.group not in groups]
     lines = [msgspec.json.encode(row, enc_hook=float).decode() for row in [*kept, *rows]]  # numpy's floats
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def record_timed(rows: Sequence[Row]) -> None:
+    """Put rows into results.json, and the machine of each of their groups into its group `machines`."""
+    about, groups = describe_machine("cpu"), sorted({row.group for row in rows})
+    here = [
+        Row(f"machines/{group}", float(str(about["cpu_count"])), "cores", note=str(about["cpu"])) for group in groups
+    ]
+    others = [row for row in read(RESULTS) if row.group == "machines" and row.name not in {one.name for one in here}]
+    record(RESULTS, [*rows, *sorted([*others, *here], key=lambda row: row.name)])
 
 
 def table(rows: Sequence[Row]) -> str:
