@@ -20,7 +20,7 @@ from benchmarks import (
     bench_replay,
     bench_search,
 )
-from benchmarks.rows import Row, record_timed
+from benchmarks.rows import RESULTS, Row, record_timed
 from lumos_nb import datasets
 from lumos_nb.critical_path import replay
 from lumos_nb.graph import Recording, build_graph
@@ -87,7 +87,7 @@ def main() -> None:
     rows = [*pipeline_rows(folder), *bench_graph.rows(), *bench_load.rows()]
     rows += [*bench_replay.rows(), *cost_rows(), *bench_search.rows(), *bench_execution.rows(), *bench_chakra.rows()]
     rows += bench_panels.rows()
-    record_timed(rows)
+    record_timed(RESULTS, rows)
     for row in rows:
         print(f"{row.name:45} {row.value:14.6g} {row.unit:14} {row.baseline} {row.baseline_value or ''} {row.target}")
     sys.stdout.flush()

@@ -165,7 +165,7 @@ def recorded(every: Iterable[Check]) -> Iterator[Row]:
 def main(arguments: list[str]) -> int:
     """Check, or record; 1 where a ratio has grown."""
     if arguments == ["--record"]:
-        record_timed(list(recorded(checks())))
+        record_timed(RESULTS, list(recorded(checks())))
         return 0
     stored = {row.name.partition("/")[2]: row for row in read(RESULTS) if row.group == "check"}
     failed = failures(checks(), stored)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import TRACES
 from benchmarks.make_large_trace import write_large_trace
-from benchmarks.rows import Row, record_timed
+from benchmarks.rows import RESULTS, Row, record_timed
 from lumos_nb.graph import Recording, build_graph
 from lumos_nb.traces.run import load_run
 
@@ -74,7 +74,7 @@ def main() -> None:
     named = [Path(argument) for argument in sys.argv[1:]]
     measured = list(rows(named))
     if not named:
-        record_timed(measured)
+        record_timed(RESULTS, measured)
     for row in measured:
         print(f"{row.name:70} {row.value:12.6g} {row.unit:9} {row.baseline_value:12.6g} {row.baseline}")
 

@@ -22,7 +22,7 @@ from typing import Any
 import lumos_nb as ln
 from benchmarks.bench_scale import since, started
 from benchmarks.make_large_trace import Place, write_large_trace
-from benchmarks.rows import Row, record_timed
+from benchmarks.rows import RESULTS, Row, record_timed
 
 SCRATCH = Path(__file__).parents[1] / "build" / "scale-traces"
 EVENTS, TURNS_A_STEP = 90_000, 2_000
@@ -102,7 +102,7 @@ def main() -> None:
     finally:
         shutil.rmtree(SCRATCH, ignore_errors=True)
     if not given.small:
-        record_timed(measured)
+        record_timed(RESULTS, measured)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.captured_models import ALONE, ON_TWO, Step
-from benchmarks.rows import ACCURACY, Row, read, record, record_timed
+from benchmarks.rows import ACCURACY, RESULTS, Row, read, record, record_timed
 from datasets import gpt
 from lumos_nb import benchmark
 from lumos_nb.exchange.benchmark.tables import Workload
@@ -188,7 +188,7 @@ def main() -> None:
         for row in rows:
             print(f"{row.name:50} {row.value:8.2f} s {row.target} {row.note}")
         if not arguments.dry:
-            record_timed(rows)
+            record_timed(RESULTS, rows)
         return
     for kind in arguments.kinds or [*ALONE, *ON_TWO]:
         rows = [*rows_of(kind, arguments.launches)]

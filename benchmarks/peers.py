@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.rows import Row, record_timed, table
+from benchmarks.rows import RESULTS, Row, record_timed, table
 
 PYTHON = Path("build/peers-venv/bin/python")
 PROGRAMS = {
@@ -60,7 +60,7 @@ def main() -> None:
     for peer, module in PROGRAMS.items():
         print(f"{peer} ...", file=sys.stderr, flush=True)
         rows += rows_of(peer, module)
-    record_timed(rows)
+    record_timed(RESULTS, rows)
     print(table(rows))
 
 

@@ -95,14 +95,14 @@ def record(path: Path, rows: Sequence[Row]) -> None:
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
-def record_timed(rows: Sequence[Row]) -> None:
-    """Put rows into results.json, and the machine of each of their groups into its group `machines`."""
+def record_timed(path: Path, rows: Sequence[Row]) -> None:
+    """The same, with the machine of each of the groups in rows of the group `machines`."""
     about, groups = describe_machine("cpu"), sorted({row.group for row in rows})
     here = [
         Row(f"machines/{group}", float(str(about["cpu_count"])), "cores", note=str(about["cpu"])) for group in groups
     ]
-    others = [row for row in read(RESULTS) if row.group == "machines" and row.name not in {one.name for one in here}]
-    record(RESULTS, [*rows, *sorted([*others, *here], key=lambda row: row.name)])
+    others = [row for row in read(path) if row.group == "machines" and row.name not in {one.name for one in here}]
+    record(path, [*rows, *sorted([*others, *here], key=lambda row: row.name)])
 
 
 def table(rows: Sequence[Row]) -> str:

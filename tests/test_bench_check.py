@@ -66,7 +66,8 @@ def real(tmp_path, monkeypatch):
 
 def test_what_is_recorded_passes_and_a_doctored_record_fails(real):
     assert bench_check.main(["--record"]) == 0
-    (row,) = read(real)
+    row, machine = read(real)
+    assert machine.name == "machines/check"
     assert row.value == pytest.approx(2, rel=0.2)
     assert bench_check.main([]) == 0
     record(real, [Row(row.name, row.value / 2, "x", noise=0.01)])

@@ -95,9 +95,8 @@ def test_a_table_of_named_rows_has_these_in_this_order_without_notes(folder):
 
 
 def test_the_machine_of_each_group_is_kept_beside_its_figures(folder, monkeypatch):
-    monkeypatch.setattr("benchmarks.rows.RESULTS", folder / "results.json")
     for cpu, group in (("old", "load"), ("old", "graph"), ("new", "load")):
         monkeypatch.setattr("benchmarks.rows.describe_machine", lambda _device, cpu=cpu: {"cpu": cpu, "cpu_count": 2})
-        record_timed([Row(f"{group}/a", 1.0, "s")])
+        record_timed(folder / "results.json", [Row(f"{group}/a", 1.0, "s")])
     rows = {row.name: row.note for row in read(folder / "results.json")}
     assert rows == {"graph/a": "", "load/a": "", "machines/graph": "old", "machines/load": "new"}
