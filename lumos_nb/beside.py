@@ -57,7 +57,8 @@ def timed_in_words(run: Run, profiled_ns: float) -> str:
     if not len(timed_ns) or not (median_ns := float(np.median(timed_ns))):
         return ""
     steps = how_many(len(timed_ns), "step")
+    busier = " (less: others used the machine meanwhile)" if profiled_ns < median_ns else ""
     return (
         f" Before the profiler began, {steps} took {format_ns(median_ns)} in the median (steps.csv): those with it take"
-        f" {profiled_ns / median_ns:.2f} times as long."
+        f" {profiled_ns / median_ns:.2f} times as long{busier}."
     )

@@ -184,7 +184,10 @@ def chosen_steps(recording: Recording, steps: Sequence[int] | None, *, least: in
     known = recording.step_times()["step"][1:] if steps is None else items_of("steps", steps, "a list of steps")
     chosen = list(dict.fromkeys(map(recording.known_step, known)))
     if len(chosen) < least:
-        raise GraphError(f"a prediction from other steps needs at least {least} steps besides the first, not {chosen}.")
+        raise GraphError(
+            f"a prediction from other steps needs at least {least} steps besides the first, not {chosen}: record more "
+            "(active= of the profiler's schedule, steps= of ln.capture)."
+        )
     return chosen
 
 

@@ -259,7 +259,7 @@ class Cluster(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise self.refusal("nodes", f"that makes {self.gpus:,} GPUs: give {MOST_RANKS:,} at most")
         for field, needed in (("inside", self.gpus_per_node > 1), ("between", self.nodes > 1)):
             if needed and getattr(self, field) is None:
-                raise self.refusal(field, "give a Fabric, or the name of a bundled one")
+                raise self.refusal(field, "give a Fabric, or the name of one: 'NVLink4 NVSwitch', 'InfiniBand NDR 400'")
         _ = self.gpu_sheet, self.between_sheet
         if (inside := self.inside_sheet) and inside.max_gpus and inside.max_gpus < self.gpus_per_node:
             raise self.refusal("gpus_per_node", f"{inside.name} joins {inside.max_gpus}: give another fabric inside")

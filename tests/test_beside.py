@@ -61,6 +61,13 @@ def test_times_of_nothing_are_no_divisor(folder: Path) -> None:
     assert timed_in_words(ln.load_run(folder), 5.0) == ""
 
 
+def test_steps_that_take_less_with_the_profiler_are_told_as_a_busier_machine(folder: Path) -> None:
+    (folder / "steps.csv").write_text("step,wall_ns\n0,4000000\n")
+    run = ln.load_run(folder)
+    assert "those with it take 0.75 times as long (less: others used the machine" in timed_in_words(run, 3e6)
+    assert timed_in_words(run, 6e6).endswith("take 1.50 times as long.")
+
+
 def test_runs_of_several_folders_or_of_an_archive_have_none(folder: Path, tmp_path: Path) -> None:
     (folder / "steps.csv").write_text("step,wall_ns\n0,7\n")
     moved = tmp_path / "rank-1.json.gz"

@@ -394,7 +394,9 @@ def test_an_objective_may_say_that_a_plan_is_impossible():
 @pytest.mark.parametrize("huge", [{"dim": [8, 10**15]}, {"rows": [100, 2**52], "dim": [8, 2**40]}])
 def test_tables_beyond_all_devices_are_refused_before_they_are_cut(huge):
     tables = GOOD.with_columns(pl.Series(name, values) for name, values in huge.items())
-    with pytest.raises(LayoutError, match=r"all devices 2\.00 MB: table 'b' .* finds no room"):
+    with pytest.raises(
+        LayoutError, match=r"all devices 2\.00 MB \(memory_bytes=; by default 80% of each\): table 'b' .* finds no room"
+    ):
         shard(tables, cluster(2), costs_of(2), memory_bytes=MB)
 
 

@@ -158,7 +158,10 @@ def check_rows(frame: pl.DataFrame, what: str, **columns: Collection[str]) -> pl
         It has no row.
     """
     if not isinstance(frame, pl.DataFrame):
-        raise InputError(f"this takes the {what} table, a polars DataFrame; it was given a {type(frame).__name__}.")
+        source = f": {_GIVEN_BY[what]} gives it" if what in _GIVEN_BY else ""
+        raise InputError(
+            f"this takes the {what} table, a polars DataFrame{source}; it was given a {type(frame).__name__}."
+        )
     wanted = {name: kind for kind, names in columns.items() for name in names}
     if missing := [c for c in wanted if c not in frame.columns]:
         raise SchemaError(f"{what} table lacks column(s) {', '.join(missing)}; it has {', '.join(frame.columns)}.")
@@ -170,6 +173,18 @@ def check_rows(frame: pl.DataFrame, what: str, **columns: Collection[str]) -> pl
         raise LumosError(f"nothing to draw: the {what} table has no row.")
     return frame.select(c for c, dtype in frame.schema.items() if any(fits(dtype) for fits in _FITS.values()))
 
+
+_GIVEN_BY = {
+    "breakdown": "ln.breakdown(result)",
+    "comparison": "ln.compare(a, b)",
+    "device": "Plan.devices",
+    "memory": "Estimate.memory",
+    "prediction": "ln.mechanistic(run)",
+    "search": "Found.frame of ln.search",
+    "structure": "Structure.table of ln.find_structure(graph)",
+    "sweep": "ln.sweep(graph, scenarios)",
+}
+"""Table that a chart takes -> what a user asks for it."""
 
 _FITS: dict[str, Callable[[pl.DataType], bool]] = {
     "numbers": lambda dtype: dtype.is_numeric(),

@@ -163,7 +163,8 @@ def _require(
     held = shard_bytes(frame["rows"].to_numpy(), frame["dim"].to_numpy(), element_bytes(frame), optimizer)
     if held.sum() > memory.sum():  # known before any table is cut, which would make many pieces of such a one
         raise LayoutError(
-            f"the tables hold {format_bytes(held.sum())} with {optimizer}, all devices {format_bytes(memory.sum())}: "
+            f"the tables hold {format_bytes(held.sum())} with {optimizer}, all devices {format_bytes(memory.sum())} "
+            f"(memory_bytes=; by default {ROOM:.0%} of each): "
             f"table {frame['table'][int(held.argmax())]!r} ({format_bytes(held.max())}, with {optimizer}) "
             "finds no room."
         )
