@@ -346,7 +346,7 @@ def _scales(
     for name, column in columns.items():
         if name not in classes:
             raise ScenarioError(
-                f"nothing changes: no op or lag is of class {shown(name)}; the graph has {', '.join(classes) or 'none'}."
+                f"unchanged: no op or lag is of class {shown(name)}; the graph has {', '.join(classes) or 'none'}."
             )
         scale[classes.index(name)] = _checked_scales(name, column, labels)
     return labels, scale
