@@ -37,7 +37,7 @@ def timed_steps(run: Run) -> pl.DataFrame:
     InputError
         It is no run.
     RunError
-        A file is no table of numbers with these columns.
+        A file is no table of numbers with these columns, or holds what is no step or no time.
 
     Examples
     --------
@@ -45,6 +45,10 @@ def timed_steps(run: Run) -> pl.DataFrame:
     """
     require_kinds(run=(run, Run))
     rows = read_numbers(files_beside(run, "steps*.csv"), ["step", "wall_ns"], RunError)
+    is_step = (pl.col("step") == pl.col("step").round()) & pl.col("step").is_between(0, 2**53)
+    if (odd := rows.filter(~(is_step & pl.col("wall_ns").is_between(0, 2**53)))).height:
+        step, wall_ns = odd.row(0)
+        raise RunError(f"steps.csv has a step {step:g} of {wall_ns:g} ns; give steps counted from 0, and times in ns.")
     return rows.group_by("step").agg(pl.col("wall_ns").max()).sort("step").cast(pl.Int64)
 
 

@@ -34,4 +34,7 @@ def read_numbers(files: Sequence[Path], columns: Sequence[str], error: type[Lumo
             rows.append(read_csv(file, error).select(pl.col(columns).cast(pl.Float64)).drop_nulls())
         except (error, pl.exceptions.PolarsError) as why:
             raise error(f"{file} is no table of numbers with the columns {', '.join(columns)}.") from why
+        for name, column in zip(columns, rows[-1], strict=True):
+            if (endless := column.filter(~column.is_finite())).len():
+                raise error(f"{file}: column {name} holds {endless[0]}; give finite numbers.")
     return pl.concat(rows)

@@ -10,7 +10,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from lumos_nb import chakra, layout
 from lumos_nb.config import Fabric, Gpu, read_sheet
@@ -174,16 +175,16 @@ def _row(path: Path) -> object:
     return read_row(row).assumptions
 
 
-@cache
-def _side() -> Any:
-    from lumos_nb.exchange.benchmark.similarity import _Side
-
-    return _Side(test_similarity.step())
-
-
 def _steps(path: Path) -> object:
-    _side().folder = path.parent
-    return _side().timed_ns() is None
+    from lumos_nb.beside import timed_steps
+
+    ranks = _made_up().ranks.with_columns(path=pl.lit(str(path.parent / "rank-0.json")))
+    return timed_steps(replace(_made_up(), ranks=ranks)).height
+
+
+@cache
+def _made_up() -> Run:
+    return test_similarity.step()
 
 
 def _capture(path: Path) -> object:
@@ -398,7 +399,7 @@ READERS: dict[str, Reader] = {
         lambda: {"made": b"step,wall_ns,cpu_ns\n1,1000,900\n2,1100,950\n"},
         "steps.csv",
         of_csv,
-        runs="exchange.benchmark.similarity",
+        runs="beside",
     ),
     "capture.json": Reader(_capture, seeds.captures, "capture.json", JSON, runs="exchange.benchmark.tables"),
     "saved job": Reader(_job, seeds.job, "", _of_file, every=4, named=False, runs="jobs"),

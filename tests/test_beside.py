@@ -56,6 +56,23 @@ def test_a_file_of_others_is_named_and_does_not_end_a_report(folder: Path, text:
     assert "steps.csv is no table of numbers" in ln.step_report(run, predict=0).sections[0].note
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("-inf,5", "column step holds -inf; give finite numbers"),
+        ("1,nan", "column wall_ns holds nan; give finite numbers"),
+        ("1.5,5", r"a step 1\.5 of 5 ns; give steps counted from 0"),
+        ("-1,5", "a step -1 of 5 ns"),
+        ("1,-5", "a step 1 of -5 ns"),
+        ("1,1e300", r"a step 1 of 1e\+300 ns"),
+    ],
+)
+def test_what_is_no_step_or_no_time_is_named(folder: Path, row: str, message: str) -> None:
+    (folder / "steps.csv").write_text(f"step,wall_ns\n0,5.0\n{row}\n")
+    with pytest.raises(RunError, match=message):
+        ln.timed_steps(ln.load_run(folder))
+
+
 def test_times_of_nothing_are_no_divisor(folder: Path) -> None:
     (folder / "steps.csv").write_text("step,wall_ns\n0,0\n")
     assert timed_in_words(ln.load_run(folder), 5.0) == ""
