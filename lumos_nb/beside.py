@@ -13,10 +13,13 @@ from lumos_nb.errors import RunError, require_kinds
 from lumos_nb.traces.run import Run
 
 
-def files_beside(run: Run, pattern: str) -> list[Path]:
-    """Files of such a name in the folder of a run's traces; none of several folders, an archive, or made-up events."""
+def files_beside(run: Run, *patterns: str) -> list[Path]:
+    """Files of such names in the folder of a run's traces; none of several folders, an archive, or made-up events."""
     folders = {Path(path).parent for path in run.ranks["path"].drop_nulls()}
-    return sorted(folders.pop().glob(pattern)) if len(folders) == 1 else []
+    if len(folders) != 1:
+        return []
+    folder = folders.pop()
+    return sorted(file for pattern in patterns for file in folder.glob(pattern))
 
 
 def timed_steps(run: Run) -> pl.DataFrame:
@@ -44,7 +47,7 @@ def timed_steps(run: Run) -> pl.DataFrame:
     >>> timed_steps(run)["wall_ns"].median() / 1e6
     """
     require_kinds(run=(run, Run))
-    rows = read_numbers(files_beside(run, "steps*.csv"), ["step", "wall_ns"], RunError)
+    rows = read_numbers(files_beside(run, "steps.csv", "steps-[0-9]*.csv"), ["step", "wall_ns"], RunError)
     is_step = (pl.col("step") == pl.col("step").round()) & pl.col("step").is_between(0, 2**53)
     if (odd := rows.filter(~(is_step & pl.col("wall_ns").is_between(0, 2**53)))).height:
         step, wall_ns = odd.row(0)

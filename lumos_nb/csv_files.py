@@ -7,7 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
-from lumos_nb.errors import LumosError
+from lumos_nb.errors import LumosError, named
 
 _PACKED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda", b"\x28\xb5\x2f\xfd")
 """How gzip, zlib and zstd begin: polars would unpack them, to whatever size they claim."""
@@ -15,6 +15,7 @@ _PACKED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda", b"\x
 
 def read_csv(path: Path, error: type[LumosError]) -> pl.DataFrame:
     """The table of a CSV file with a header; raises `error` of what is none, or is compressed."""
+    path = named(path, error)  # no pipe, which would be waited for
     try:
         with path.open("rb") as file:  # of ~, brackets or file: in a path polars would make others
             packed = file.read(4).startswith(_PACKED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -92,3 +93,9 @@ def test_runs_of_several_folders_or_of_an_archive_have_none(folder: Path, tmp_pa
     assert ln.timed_steps(ln.load_run([folder / "rank-0.json.gz", moved])).is_empty()
     archive = shutil.make_archive(str(tmp_path / "packed"), "tar", folder)
     assert ln.timed_steps(ln.load_run(archive)).is_empty()
+
+
+def test_a_pipe_of_that_name_is_not_waited_for(folder: Path) -> None:
+    os.mkfifo(folder / "steps.csv")
+    with pytest.raises(RunError, match=r"steps\.csv"):
+        ln.timed_steps(ln.load_run(folder))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -126,4 +127,20 @@ def test_pages_that_unpack_to_too_much_are_refused(tmp_path: Path, monkeypatch: 
     write_table(pl.DataFrame({"x": ["y" * 2**20]}), path := tmp_path / "table.parquet")
     monkeypatch.setenv("LUMOS_NB_MAX_BYTES", "100000")
     with pytest.raises(TraceError, match="LUMOS_NB_MAX_BYTES"):
+        read_table(path)
+
+
+@pytest.mark.parametrize("kind", range(1, 13))
+def test_a_list_that_claims_more_than_the_file_holds_is_refused_at_once(tmp_path: Path, kind: int) -> None:
+    footer = bytes([0x19, 0xF0 | kind]) + b"\x80\x80\x80\x80\x80\x20\x00"  # field 1: a list of 2^40
+    path = tmp_path / "rank-0.parquet"
+    path.write_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    with pytest.raises(TraceError, match="no whole Parquet file"):
+        read_table(path)
+
+
+def test_a_footer_of_too_many_bytes_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.parquet"
+    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({"k": "v" * (16 << 20)}), path)
+    with pytest.raises(TraceError, match=r"its footer, .* has more than 16 MiB"):
         read_table(path)

@@ -68,8 +68,10 @@ def check_pages(path: Path, file: IO[bytes]) -> None:
 def _columns(data: mmap.mmap) -> list[Struct]:
     """What the footer says of each column of each group of rows."""
     footer = len(data) - _TAIL_BYTES - int.from_bytes(data[-_TAIL_BYTES : -len(_MAGIC)], "little")
-    if data[-len(_MAGIC) :] != _MAGIC or footer < max(len(_MAGIC), len(data) - _FOOTER_BYTES):
+    if data[-len(_MAGIC) :] != _MAGIC or footer < len(_MAGIC):
         raise ValueError("it does not end with a footer of its own")
+    if len(data) - footer > _FOOTER_BYTES:
+        raise ValueError("its footer, with all that it says of columns, has more than 16 MiB")
     groups = _Reader(data, footer).struct()[_GROUPS]
     return [column[_COLUMN] for group in groups for column in group[_COLUMNS]]
 
@@ -145,6 +147,8 @@ class _Reader:
         return self.data[self.at - 1]
 
     def _bytes(self, count: int) -> bytes:
+        if count > len(self.data) - self.at:  # else a list of so many would be gone through beyond the end of the file
+            raise IndexError(self.at)
         self.at += count
         return self.data[self.at - count : self.at]
 
