@@ -164,7 +164,8 @@ CHARTS = {
 def test_a_size_of_a_chart_that_is_none_is_named(name: str, value: object) -> None:
     chart = getattr(charts, name)
     takes = inspect.signature(chart).parameters.values()
-    given = [None for each in takes if each.default is each.empty and each.kind is not each.KEYWORD_ONLY]
+    needed = [each for each in takes if each.default is each.empty and each.kind is not each.KEYWORD_ONLY]
+    given = ["" if each.annotation == "str" else None for each in needed]
     for size in CHARTS[name]:
         with pytest.raises(InputError, match=f"{size}=.*give a whole number from 1 to 10,000,000"):
             chart(*given, **{size: value})

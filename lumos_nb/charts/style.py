@@ -39,7 +39,7 @@ def as_annotated(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        bound = signature.bind(*args, **kwargs)
+        bound = signature.bind_partial(*args, **kwargs)
         bound.arguments |= {name: takes[name](name, given) for name, given in bound.arguments.items() if name in takes}
         return function(*bound.args, **bound.kwargs)
 
