@@ -2,7 +2,7 @@
 
 Each ratio is processor time of ours over that of a limit, or of plain work on the same data, in turn in one process: no
 seconds, so that another machine may check what this one recorded. What sorts is stable, hence the same code everywhere:
-numpy's other sort is ten times as fast on processors with AVX-512. `python -m benchmarks.bench_check --record` stores
+numpy's other sort is far faster on processors with AVX-512. `python -m benchmarks.bench_check --record` stores
 the median of several takes in group `check` of results.json, with the farthest take as noise.
 """
 

@@ -1,4 +1,4 @@
-"""What a recording leaves beside its traces: the times of steps that no profiler slowed down."""
+"""A run's files: what it is called by them, and what lies beside them, the times of steps that no profiler slowed."""
 
 from __future__ import annotations
 
@@ -69,3 +69,14 @@ def timed_in_words(run: Run, profiled_ns: float) -> str:
         f" Before the profiler began, {steps} took {format_ns(median_ns)} in the median (steps.csv): those with it take"
         f" {profiled_ns / median_ns:.2f} times as long{busier}."
     )
+
+
+def run_in_words(run: Run, world_size: int) -> str:
+    """What a run is called in a heading: its file or folder, and how many ranks it has."""
+    held, files = run.ranks.height, run.ranks["path"].drop_nulls().unique()
+    name = "events of no file"
+    if len(files):
+        name = Path(files[0]).name if len(files) == 1 else Path(files[0]).absolute().parent.name
+    if held < world_size:
+        return f"{name}: {held} of {world_size} ranks, what the others did is estimated"
+    return f"{name}, {how_many(world_size, 'rank')}"

@@ -398,9 +398,9 @@ def capture(
     >>> run = ln.load_run("runs/x")
     """
     _check_counts(steps=(steps, 1), warmup=(warmup, 0), timed=(timed, 0), executed=(executed, 0))
-    require_flags(paired=paired, annotate=annotate, record_shapes=record_shapes)
-    given, device = _json_values(arguments), _seen_device(device)
-    path, rank = named(folder, CaptureError), world()[0]
+    flags = {"annotate": annotate, "record_shapes": record_shapes, "paired": paired}
+    require_flags(**flags)
+    given, device, path, rank = _json_values(arguments), _seen_device(device), named(folder, CaptureError), world()[0]
     et = path / f"rank-{rank}.et.json.gz"
     phases: list[Phase] = [
         _WarmUp(warmup),
@@ -408,8 +408,7 @@ def capture(
         _Traced(steps, path / f"rank-{rank}.json.gz", device, annotate, record_shapes, et if paired else None),
         _Executed(0 if paired else executed, et, annotate),
     ]
-    own = {"annotate": annotate, "record_shapes": record_shapes, "paired": paired}
-    return Recorder(path, phases, device, {**own, **given})
+    return Recorder(path, phases, device, {**flags, **given})
 
 
 def _check_counts(**counts: tuple[object, int]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
-from lumos_nb.beside import timed_in_words
+from lumos_nb.beside import run_in_words, timed_in_words
 from lumos_nb.critical_path import Result, replay, sweep
 from lumos_nb.display import format_ns, format_share, how_many, html_table, text_table
 from lumos_nb.errors import LumosError, named, require_kinds, require_whole
@@ -204,7 +204,7 @@ def step_report(
     }
     notes = {"steps": _about_steps(run, recording), "prediction": _about_errors(scored, graph.step)}
     return Report(
-        title=f"Step {graph.step} of {_named(run, recording.world_size)}",
+        title=f"Step {graph.step} of {run_in_words(run, recording.world_size)}",
         summary=_summary(times, scored, result) + interval_in_words(recording, graph.step),
         sections=tuple(Section(key, head, notes.get(key, note), tables[key]) for key, (head, note) in SECTIONS.items()),
         result=result,
@@ -218,16 +218,6 @@ def _asked(graph: Graph, scales: Mapping[str, Any]) -> pl.DataFrame:
     swept = sweep(repeat(graph), [scales])
     words = ", ".join(f"{name} × {1 if scale is None else float(scale):g}" for name, scale in scales.items())
     return swept.select(change=pl.lit(words), step_ns="step_ns", times=1 + pl.col("change"))
-
-
-def _named(run: Run, world_size: int) -> str:
-    held, files = run.ranks.height, run.ranks["path"].drop_nulls().unique()
-    name = "events of no file"
-    if len(files):
-        name = Path(files[0]).name if len(files) == 1 else Path(files[0]).absolute().parent.name
-    if held < world_size:
-        return f"{name}: {held} of {world_size} ranks, what the others did is estimated"
-    return f"{name}, {how_many(world_size, 'rank')}"
 
 
 def _steps_to_predict(recording: Recording, step: int, count: int) -> list[int]:

@@ -187,12 +187,7 @@ def insert(
             f"an op of kind {shown(kind)} cannot be inserted; choose one of {', '.join(INSERTED_KINDS)}."
         )
     _check_name(name)
-    require_kinds(lane=(lane, str | None))
-    if lane is not None and (before or not re.match(r"gpu[0-9]{1,9}:|cpu:", lane)):
-        raise ScenarioError(
-            f"lane={shown(lane)}, before={shown(before)}: on another lane, 'gpu<device>:<stream>' or 'cpu:<thread>', "
-            "an op comes only after the chosen one; leave out either."
-        )
+    _check_lane(lane, before)
     place, n = pl.int_range(pl.len()).cast(pl.Float64), int(graph.ops["op_id"].max()) + 1  # type: ignore[arg-type]
     beside = graph.ops.select(
         beside="op_id", place=place, start_ns=pl.col("start_ns") + (0 if before else pl.col("dur_ns"))
@@ -269,6 +264,16 @@ def fuse(graph: Graph, where: pl.Expr, name: str, *, by: float = 1.0, dur_ns: in
     fused = fused.with_columns(bytes=pl.lit(None, pl.Float64))
     ops = graph.ops.filter(~pl.col("op_id").is_in(gone.implode())).update(fused, on="op_id", include_nulls=True)
     return rewire.without(replace(graph, ops=ops, edges=edges), launches.filter(~launches.is_in(gone.implode())))
+
+
+def _check_lane(lane: str | None, before: bool) -> None:
+    """Raise InputError of what is no text, ScenarioError of what is no lane, or none on which an op can be inserted."""
+    require_kinds(lane=(lane, str | None))
+    if lane is not None and (before or not re.match(r"gpu[0-9]{1,9}:|cpu:", lane)):
+        raise ScenarioError(
+            f"lane={shown(lane)}, before={shown(before)}: on another lane, 'gpu<device>:<stream>' or 'cpu:<thread>', "
+            "an op comes only after the chosen one; leave out either."
+        )
 
 
 def _check_name(name: object) -> None:

@@ -249,10 +249,7 @@ def heat_map(
     written = [] if text is None else [text]
     labels, numbers = ((x, y, *written, value), ()) if heat == "basis" else ((x, y, *written), (value,))
     frame = check_rows(frame, "matrix", labels=labels, numbers=numbers)
-    order = {name: frame[column].unique(maintain_order=True).to_list() for name, column in (("x", x), ("y", y))}
-    orders = {} if orders is None else orders
-    require_kinds(orders=(orders, Mapping))
-    order |= {name: items_of("orders", values, "the values of each axis") for name, values in orders.items()}
+    order = _orders(orders, x=frame[x], y=frame[y])
     angle = 0 if max(len(str(label)) for label in order["x"]) * 6 < cell_px[0] else -35
     look: dict[str, Any] = {"ticks": False, "domain": False, "labelLimit": 300}
     axes = {
@@ -277,6 +274,13 @@ def heat_map(
     letters = alt.Chart(frame).mark_text(fontSize=9).encode(**axes, text=label, color=ink)
     width, height = (alt.Step(size) for size in cell_px)
     return alt.LayerChart(layer=[cells, letters], title=heading(titles.get("chart", "")), width=width, height=height)
+
+
+def _orders(given: Mapping[str, Sequence[str]] | None, **columns: pl.Series) -> dict[str, list[Any]]:
+    """The values of each axis in the order asked for, or in that in which they first stand."""
+    require_kinds(orders=(given, Mapping | None))
+    first = {name: column.unique(maintain_order=True).to_list() for name, column in columns.items()}
+    return first | {name: items_of("orders", each, "the values of each axis") for name, each in (given or {}).items()}
 
 
 def _heat_scale(heat: Heat) -> alt.Scale:
